@@ -174,7 +174,7 @@ def _cut_linear(module: nn.Linear, mesh: DeviceMesh, dim: int, src_data_rank: in
         "bias": Shard(0) if dim == 0 else Replicate(),
     }
     cut = {
-        name: _cut(parameter, mesh, placements[name], src_data_rank)
+        name: cut_parameter(parameter, mesh, placements[name], src_data_rank)
         for name, parameter in module.named_parameters(recurse=False)
     }
     for name, made in cut.items():
@@ -227,9 +227,11 @@ def _check_even(weight: Tensor, mesh: DeviceMesh, dim: int) -> None:
         )
 
 
-def _cut(
+def cut_parameter(
     parameter: Tensor, mesh: DeviceMesh, placement: Placement, src_data_rank: int | None
 ) -> Tensor:
+    """Return a DTensor of which this rank holds its part, in FP8 as the parameter was."""
+
     def cut(x: Tensor) -> Tensor:
         return distribute_tensor(x.detach(), mesh, [placement], src_data_rank=src_data_rank)
 

@@ -6,12 +6,14 @@ them on processes of their own: ``tests.support.ranks.run``.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import sys
 import time
 import types
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -21,9 +23,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import schedules
 
 Losses = list[tuple[float, float]]
 """Loss and norm of the gradient of every step."""
+
+MODELS = {
+    "llama3": {"wqkv", "wo", "w1", "w2", "w3"},
+    "deepseek_v3": {"wq", "wkv_a", "wkv_b", "wo", "w1", "w2", "w3", "inner_experts"},
+}
+"""The linears that are in FP8."""
 
 
 def skip_without_torchtitan() -> None:
@@ -38,7 +47,8 @@ def patch_torchtitan() -> None:
 
     It takes "cuda" for the device where there is none, asks the device's module for memory and
     names, which ``torch.cpu`` lacks, and calls ``torch.distributed.set_timeout``, which torch 2.13
-    lacks. FSDP2 multiplies gradients by one while it reduces them, which gloo cannot.
+    lacks. FSDP2 multiplies gradients by one while it reduces them, which gloo cannot. It passes
+    microbatches to pipeline schedules, which torch 2.13's take whole.
     """
     import torchtitan.tools.utils as utils
 
@@ -76,6 +86,22 @@ def patch_torchtitan() -> None:
                 module.set_force_sum_reduction_for_comms(True)
 
     fsdp.disable_fsdp_gradient_division = without_division
+    if "arg_mbs" not in inspect.signature(schedules.PipelineScheduleSingle.step).parameters:
+        for schedule in (schedules.PipelineScheduleSingle, schedules.PipelineScheduleMulti):
+            schedule.step = _of_microbatches(schedule.step)  # type: ignore[method-assign]
+
+
+def _of_microbatches(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Make ``step`` of a pipeline schedule take microbatches, as torch after 2.13 does."""
+
+    def of_microbatches(
+        self: Any, *, arg_mbs: Any, kwarg_mbs: Any, target_mbs: Any, **options: Any
+    ) -> Any:
+        self._split_inputs = lambda args, kwargs: (arg_mbs, kwarg_mbs)
+        target = None if target_mbs is None else torch.cat(target_mbs)
+        return step(self, target=target, **options)
+
+    return of_microbatches
 
 
 def start() -> None:
@@ -142,6 +168,80 @@ def train(config: Any, look: Callable[[Any], Any] | None = None) -> tuple[Losses
         return logged, None if look is None else look(trainer)
     finally:
         trainer.close()
+
+
+def compiled(config: Any) -> Any:
+    config.compile.enable, config.compile.backend = True, "aot_eager"
+    config.compile.components = ["model"]
+    return config
+
+
+def parallel(config: Any, **degrees: Any) -> Any:
+    for name, value in degrees.items():
+        setattr(config.parallelism, name, value)
+    return config
+
+
+def saved(config: Any, folder: str, steps: int) -> Any:
+    """With a checkpoint after every second step, of a schedule that ends after four."""
+    config.checkpoint.enable, config.checkpoint.interval = True, 2
+    config.dump_folder, config.training.steps = folder, steps
+    config.lr_scheduler.total_steps = 4
+    return config
+
+
+def error_of(config: Any) -> str:
+    try:
+        train(config)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def one_step(trainer: Any) -> None:
+    """Forward and backward of the batches of a step, without an update."""
+    batches, pipelined = iter(trainer.dataloader), trainer.parallel_dims.pp_enabled
+    microbatches = trainer.num_pipeline_parallel_microbatches
+    for _ in range(trainer.gradient_accumulation_steps):
+        inputs, labels = zip(*(next(batches) for _ in range(microbatches)), strict=True)
+        tokens = torch.tensor(sum(each.numel() for each in labels))
+        trainer.forward_backward_step(
+            input_dict=list(inputs) if pipelined else inputs[0],
+            labels=list(labels) if pipelined else labels[0],
+            global_valid_tokens=tokens * trainer.gradient_accumulation_steps,
+        )
+
+
+Products = Counter[tuple[str, str, str]]
+
+
+def audited(trainer: Any) -> Products:
+    """Kinds of modules, products and precisions of one more forward and backward."""
+    from blocktensor import audit_step
+
+    report = audit_step(nn.ModuleList(trainer.model_parts), lambda: one_step(trainer))
+    return Counter(
+        (x.module.rpartition(".")[2], x.kind, x.reason or x.precision)
+        for x in report.entries
+        if not (x.attention or x.recomputed)
+    )
+
+
+def assert_close(got: Losses, want: Losses, steps: int) -> None:
+    """Losses and norms of gradients that differ, by less than 1%."""
+    assert len(got) == len(want) == steps
+    for ours, theirs in zip(got, want, strict=True):
+        assert ours == pytest.approx(theirs, rel=0.01)
+        assert ours != theirs
+
+
+def assert_all_in_fp8(products: Products, linears: set[str]) -> None:
+    """All three products of each of ``linears`` ran in FP8, and the head's did not."""
+    assert {name for name, _, precision in products if precision == "FP8"} == linears
+    for name in linears:
+        of_it = {(kind, precision): n for (x, kind, precision), n in products.items() if x == name}
+        assert of_it.keys() == {(kind, "FP8") for kind in ("fprop", "dgrad", "wgrad")}
+        assert len(set(of_it.values())) == 1
 
 
 def made_up_data() -> tuple[Any, Any]:

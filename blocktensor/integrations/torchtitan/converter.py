@@ -24,6 +24,7 @@ from ...fusion.fused_class import fused_modules
 from ...fusion.mlp import MLP
 from ...ops.formats import ScaleRounding
 from ...recipe import CachePolicy, Recipe, WgradInput
+from .parallel import cut_linears
 
 AUTO_FILTER = "auto_filter_small_kn"
 """In ``filter_fqns`` of torchtitan's own converters this is no name but switches the filter on."""
@@ -181,12 +182,14 @@ def _in_fp8(model_class: Any, converter: BlockwiseFP8Converter) -> Any:
             converter.convert_built(self)
 
         def parallelize(self, parallel_dims: Any) -> None:
-            """Cut the model for parallelism other than FSDP's.
+            """Cut the model for tensor and expert parallelism.
 
             Raises:
                 NotImplementedError: weights in FP8 cannot be cut so; fused MLPs would come apart.
             """
             _check_parallelism(parallel_dims)
+            if parallel_dims.tp_enabled:
+                cut_linears(self, parallel_dims.get_mesh("tp"))
             super().parallelize(parallel_dims)
             _check_fused(self)
 
@@ -199,13 +202,6 @@ def _in_fp8(model_class: Any, converter: BlockwiseFP8Converter) -> Any:
 
 
 def _check_parallelism(parallel_dims: Any) -> None:
-    if parallel_dims.tp_enabled:
-        raise NotImplementedError(
-            f"tensor_parallel_degree={parallel_dims.tp}: torchtitan's tensor parallel linears "
-            f"would compute weight gradients in high precision; set "
-            f"--parallelism.tensor_parallel_degree 1 and shard with FSDP "
-            f"(--parallelism.data_parallel_shard_degree), or train without blockwise FP8"
-        )
     if parallel_dims.spmd_backend != "partial_dtensor" and parallel_dims.world_size > 1:
         raise NotImplementedError(
             f"spmd_backend={parallel_dims.spmd_backend!r} on {parallel_dims.world_size} ranks cuts "
@@ -221,8 +217,8 @@ def _check_fused(model: nn.Module) -> None:
         if why is not None:
             raise NotImplementedError(
                 f"fuse=True: torchtitan's parallelize takes {name!r} apart ({why}); set "
-                f"--parallelism.spmd_backend partial_dtensor and no expert parallelism, or "
-                f"fuse=False"
+                f"--parallelism.spmd_backend partial_dtensor and no tensor or expert parallelism, "
+                f"or fuse=False"
             )
 
 

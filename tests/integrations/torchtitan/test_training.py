@@ -3,75 +3,32 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.support import ranks, scripts, titan_cpu
-from tests.support.titan_cpu import Losses, debug_config, in_fp8, train
+from tests.support.titan_cpu import (
+    MODELS,
+    Losses,
+    assert_all_in_fp8,
+    assert_close,
+    audited,
+    compiled,
+    debug_config,
+    error_of,
+    in_fp8,
+    parallel,
+    saved,
+    train,
+)
 
 titan_cpu.skip_without_torchtitan()
 
 pytest.importorskip("rich")
 
 pytestmark = pytest.mark.slow
-
-
-MODELS = {
-    "llama3": {"wqkv", "wo", "w1", "w2", "w3"},
-    "deepseek_v3": {"wq", "wkv_a", "wkv_b", "wo", "w1", "w2", "w3", "inner_experts"},
-}
-"""The linears that are in FP8."""
-
-
-def compiled(config: Any) -> Any:
-    config.compile.enable, config.compile.backend = True, "aot_eager"
-    config.compile.components = ["model"]
-    return config
-
-
-def parallel(config: Any, **degrees: Any) -> Any:
-    for name, value in degrees.items():
-        setattr(config.parallelism, name, value)
-    return config
-
-
-def saved(config: Any, folder: str, steps: int) -> Any:
-    """With a checkpoint after every second step, of a schedule that ends after four."""
-    config.checkpoint.enable, config.checkpoint.interval = True, 2
-    config.dump_folder, config.training.steps = folder, steps
-    config.lr_scheduler.total_steps = 4
-    return config
-
-
-def error_of(config: Any) -> str:
-    try:
-        train(config)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
-
-
-def audited(trainer: Any) -> Counter[tuple[str, str, str]]:
-    """Kinds of modules, products and precisions of one more forward and backward."""
-    from blocktensor import audit_step
-
-    inputs, labels = next(iter(trainer.dataloader))
-    tokens = torch.tensor(labels.numel())
-    model = trainer.model_parts[0]
-
-    def step() -> None:
-        trainer.forward_backward_step(input_dict=inputs, labels=labels, global_valid_tokens=tokens)
-
-    report = audit_step(model, step)
-    return Counter(
-        (x.module.rpartition(".")[2], x.kind, x.reason or x.precision)
-        for x in report.entries
-        if not (x.attention or x.recomputed)
-    )
 
 
 def example(model: str, folder: str) -> Any:
@@ -128,7 +85,6 @@ def runs_on_two(rank: int, world: int, folder: str) -> dict[str, Any]:
             train(config("deepseek_v3"))[0],
             *train(in_fp8(config("deepseek_v3", **experts)), audited),
         ),
-        "tensor parallel": error_of(in_fp8(config("llama3", tensor_parallel_degree=2))),
         "spmd_types": error_of(in_fp8(config("llama3", spmd_backend="spmd_types"))),
     }
 
@@ -145,23 +101,6 @@ def on_two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     assert str(first) == str(second)
     found: dict[str, Any] = first
     return found
-
-
-def assert_close(got: Losses, want: Losses, steps: int) -> None:
-    """Losses and norms of gradients that differ, by less than 1%."""
-    assert len(got) == len(want) == steps
-    for ours, theirs in zip(got, want, strict=True):
-        assert ours == pytest.approx(theirs, rel=0.01)
-        assert ours != theirs
-
-
-def assert_all_in_fp8(products: Counter[tuple[str, str, str]], linears: set[str]) -> None:
-    """All three products of each of ``linears`` ran in FP8, and the head's did not."""
-    assert {name for name, _, precision in products if precision == "FP8"} == linears
-    for name in linears:
-        of_it = {(kind, precision): n for (x, kind, precision), n in products.items() if x == name}
-        assert of_it.keys() == {(kind, "FP8") for kind in ("fprop", "dgrad", "wgrad")}
-        assert len(set(of_it.values())) == 1
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -212,6 +151,4 @@ def test_a_run_goes_on_from_its_checkpoint(alone: dict[str, Any]) -> None:
 
 
 def test_parallelism_that_fp8_lacks(on_two: dict[str, Any]) -> None:
-    assert on_two["tensor parallel"].startswith("NotImplementedError: tensor_parallel_degree=2")
-    assert "--parallelism.tensor_parallel_degree 1 and shard with FSDP" in on_two["tensor parallel"]
     assert on_two["spmd_types"].startswith("NotImplementedError: spmd_backend='spmd_types' on 2")
