@@ -19,7 +19,7 @@ from ..recipe import Recipe
 from ..sharding.dtensor import fp8_part
 from .checks import holder_in_need
 from .fast_path import gpu_of, is_portable
-from .report import MinSizes
+from .report import ALREADY, MinSizes
 
 Filter = Callable[[nn.Module, str], bool]
 
@@ -74,7 +74,7 @@ def _decide_on(tied: Sequence[Matrix], choices: Choices) -> None:
         left = {first: f"frozen, and another module holds it too: {holder}"}
     is_fp8 = fp8_part(first.parameter) is not None
     if left and is_fp8 and is_read(first.module, first.key, first.parameter):
-        left = {first: "already converted"}
+        left = {first: ALREADY}
     _conclude(tied, first, left)
 
 
@@ -102,7 +102,7 @@ def _why_left(linear: Matrix, tied: Sequence[Matrix], choices: Choices) -> str |
     """Return why a matrix that could be converted is left alone; None if it is not."""
     weight, module = linear.parameter, linear.module
     if not is_to_be_cast(weight, choices.recipe):
-        return "already converted"
+        return ALREADY
     if (pattern := choices.skipped.get((module, linear.key))) is not None:
         return f"skip pattern {pattern!r}"
     is_fp8 = fp8_part(weight) is not None

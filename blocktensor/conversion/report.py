@@ -8,6 +8,9 @@ import torch
 
 from ..text_table import Report, Table, collapse, human_bytes
 
+ALREADY = "already converted"
+"""The reason of a weight that was in FP8 before the call."""
+
 
 @dataclass(frozen=True)
 class MinSizes:
@@ -144,10 +147,14 @@ class ConversionReport(Report):
             add=3,
         )
         shown = [(*row[:3], self._percent(row[3]), *row[4:]) for row in rows]
+        already = sum(e.reason == ALREADY for e in self.converted)
         summary = (
-            f"{len(self.converted)} converted, {len(self.skipped)} skipped; "
+            f"{len(self.converted) - already} converted, "
+            + (f"{already} already in FP8, " if already else "")
+            + f"{len(self.skipped)} skipped; "
             f"{self.fp8_share:.1%} of {self.parameters:,} parameters in FP8; "
-            f"{human_bytes(self.bytes_before)} before, {human_bytes(self.bytes_after)} after"
+            f"{human_bytes(self.bytes_before)} before, "
+            f"{human_bytes(self.bytes_after)} with FP8 forms"
         )
         header = ("parameter", "shape", "dtype", "share", "runs in", "why")
         return [Table(header, shown), summary, *filter(None, [self.fast_path])]

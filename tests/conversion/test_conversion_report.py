@@ -43,10 +43,11 @@ blocks.0.down  64x192  float32  21.9%  fp8      frozen: high-precision copy drop
 blocks.1.up    192x64  float32  21.9%  -        skip pattern '*.1.up'
 blocks.1.down  64x192  float32  21.9%  fp8      trainable
 lm_head        50x64   float32  5.7%   -        lm head: 50 outputs, the entries of 'embed'
-2 converted, 4 skipped; 43.7% of 56,192 parameters in FP8; 217.0 KiB before, 193.0 KiB after""",
+2 converted, 4 skipped; 43.7% of 56,192 parameters in FP8; 217.0 KiB before, 193.0 KiB with FP8 forms""",  # noqa: E501
     )
     again = convert(model, skip_small=MinSizes(n=DIM, k=100, size=0))
     assert {e.reason for e in again.converted} == {"already converted"}
+    assert "\n0 converted, 2 already in FP8, 4 skipped; 43.7% of" in str(again)
     assert again.bytes_before == again.bytes_after == report.bytes_after
 
 
@@ -80,7 +81,7 @@ wide                                    64x64     float64  2.2%   -        dtype
 lm_head                                 50x64     float32  -      -        tied to embedding 'embed'
 alias.positions                         1x5x64    float32  0.2%   -        not the weight of a linear: in Module
 alias.of_tied                           64x64     float32  -      -        not the weight of a linear: in Module; tied to 'mixed'
-5 converted, 22 skipped; 12.9% of 189,824 parameters in FP8; 751.5 KiB before, 775.5 KiB after""",  # noqa: E501
+5 converted, 22 skipped; 12.9% of 189,824 parameters in FP8; 751.5 KiB before, 775.5 KiB with FP8 forms""",  # noqa: E501
     )
 
 

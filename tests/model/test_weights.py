@@ -165,7 +165,7 @@ unknown.table                 3x128        float32  <0.1%  -        not the weig
 named.up                      3x256x128    float32  6.0%   fp8      trainable (experts, E x N x K: E=3, N=256, K=128)
 named.down                    3x128x256    float32  6.0%   fp8      trainable (experts, E x N x K: E=3, N=128, K=256)
 named.table                   3x128        float32  <0.1%  -        not the weight of a linear: in Unknown
-10 converted, 11 skipped; 62.8% of 1,642,752 parameters in FP8; 6.3 MiB before, 6.9 MiB after""",  # noqa: E501
+10 converted, 11 skipped; 62.8% of 1,642,752 parameters in FP8; 6.3 MiB before, 6.9 MiB with FP8 forms""",  # noqa: E501
     )
     assert set(fp8_names(model)) == {entry.name for entry in report.converted}
 
