@@ -184,7 +184,7 @@ def main(argv: list[str] | None = None) -> int:
         try:
             importlib.import_module("matplotlib" if options.name == "plot" else "rich")
         except ImportError as error:
-            print(f"benchmarks need {error.name}: pip install 'blocktensor[demo]'", file=sys.stderr)
+            print(f"benchmarks need {error.name}: pip install '.[demo]'", file=sys.stderr)
             return 2
     if options.name == "check":
         return _check(folder)

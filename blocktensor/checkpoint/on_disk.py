@@ -51,9 +51,7 @@ def require_safetensors() -> None:
         import numpy  # noqa: F401
         import safetensors  # noqa: F401
     except ImportError as error:
-        raise ImportError(
-            f"FP8 checkpoints need {error.name}: pip install 'blocktensor[checkpoint]'"
-        ) from None
+        raise ImportError(f"FP8 checkpoints need {error.name}: pip install {error.name}") from None
 
 
 def read_json(file: Path) -> dict[str, Any]:
