@@ -48,7 +48,7 @@ except ModuleNotFoundError as error:
     package = (error.name or "").partition(".")[0]
     if package not in ("rich", "blocktensor", "transformers", "peft", "accelerate"):
         raise
-    sys.exit(f"finetune_hf.py needs {package}: pip install 'blocktensor[demo,frameworks]'")
+    sys.exit(f"finetune_hf.py needs {package}: pip install '.[demo,frameworks]'")
 
 BYTES = 256
 """The vocabulary of the model at random, which reads text byte by byte."""

@@ -38,7 +38,7 @@ except ModuleNotFoundError as error:
     package = (error.name or "").partition(".")[0]
     if package not in ("rich", "blocktensor"):
         raise
-    sys.exit(f"fsdp2_llama.py needs {package}: pip install 'blocktensor[demo]'")
+    sys.exit(f"fsdp2_llama.py needs {package}: pip install '.[demo]'")
 
 
 @contextmanager

@@ -31,7 +31,7 @@ try:
     import blocktensor
     from blocktensor import BlockwiseFP8Tensor
 except ModuleNotFoundError as error:
-    sys.exit(f"grpo_fp8.py needs {error.name}: pip install blocktensor trl")
+    sys.exit(f"grpo_fp8.py needs {error.name}: pip install . trl")
 
 LENGTH, TEMPERATURE = 12, 0.9
 TOKENIZER = ByT5Tokenizer(extra_ids=0, padding_side="left")  # bytes: it needs no files

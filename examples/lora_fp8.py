@@ -35,7 +35,7 @@ except ModuleNotFoundError as error:
     package = (error.name or "").partition(".")[0]
     if package not in ("rich", "blocktensor"):
         raise
-    sys.exit(f"lora_fp8.py needs {package}: pip install 'blocktensor[demo,checkpoint]'")
+    sys.exit(f"lora_fp8.py needs {package}: pip install '.[demo,checkpoint]'")
 
 Step = Callable[[int, float], None]
 Batches = Iterator[tuple[Tensor, Tensor]]

@@ -32,7 +32,7 @@ except ModuleNotFoundError as error:
     package = (error.name or "").partition(".")[0]
     if package not in ("rich", "blocktensor"):
         raise
-    sys.exit(f"pp_llama.py needs {package}: pip install 'blocktensor[demo]'")
+    sys.exit(f"pp_llama.py needs {package}: pip install '.[demo]'")
 
 # a block for each of two stages on each of two ranks
 SIZES = {**SHAPES, "tiny": Shape(dim=256, layers=4, heads=4, kv_heads=4, hidden=512, vocab=256)}

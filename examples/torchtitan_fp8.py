@@ -27,7 +27,7 @@ except ModuleNotFoundError as error:
     package = (error.name or "").partition(".")[0]
     if package not in ("rich", "blocktensor", "torchtitan"):
         raise
-    sys.exit(f"torchtitan_fp8.py needs {package}: pip install 'blocktensor[demo,torchtitan]'")
+    sys.exit(f"torchtitan_fp8.py needs {package}: pip install '.[demo,torchtitan]'")
 
 DESCRIPTION = """\
 Train a model of torchtitan 0.3.0 in bf16 and in FP8, from the same seeds, on the Python sources of
@@ -51,6 +51,10 @@ Logged = list[tuple[float, float]]
 
 def environment() -> None:
     """Set the variables that torchtitan expects from its launcher, for a run on one device."""
+    from torchtitan.tools.utils import device_type
+
+    if device_type == "cuda" and not torch.cuda.is_available():
+        sys.exit("torchtitan_fp8.py needs a GPU: torchtitan does not run without one")
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     alone |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29571"}
     for name, value in alone.items():

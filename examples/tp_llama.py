@@ -35,7 +35,7 @@ except ModuleNotFoundError as error:
     package = (error.name or "").partition(".")[0]
     if package not in ("rich", "blocktensor"):
         raise
-    sys.exit(f"tp_llama.py needs {package}: pip install 'blocktensor[demo]'")
+    sys.exit(f"tp_llama.py needs {package}: pip install '.[demo]'")
 
 # FSDP2 besides takes cuts at multiples of 128 only: here with --tp 2
 SIZES = {**SHAPES, "tiny": Shape(dim=256, layers=2, heads=4, kv_heads=4, hidden=512, vocab=256)}

@@ -124,6 +124,7 @@ def test_run_writes_json_and_plot(
     printed = capsys.readouterr().out
     for words in ("held-out loss", "FP8 against bf16, by seed", "FP8, sample 1", fp8["conversion"]):
         assert words in printed
+    assert printed.startswith("No GPU: FP8 is emulated here") and "time, training" not in printed
 
 
 @pytest.fixture
@@ -214,5 +215,5 @@ def test_missing_extra_is_named(load: Load, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.delitem(sys.modules, "train_lm")
     for name in [name for name in sys.modules if name.startswith("rich.")]:
         monkeypatch.delitem(sys.modules, name)
-    with pytest.raises(SystemExit, match=r"pip install 'blocktensor\[demo\]'"):
+    with pytest.raises(SystemExit, match=r"pip install '\.\[demo\]'"):
         load("train_lm")
