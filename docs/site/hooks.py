@@ -1,10 +1,11 @@
-"""Pages that lie outside of docs/ on the site: examples, CONTRIBUTING.md, CHANGELOG.md.
+"""Pages of the site that are no Markdown in docs/: examples, notebooks, two files of the root.
 
 Links in the Markdown files are those of the repository, so that they work where it is browsed.
 """
 
 from __future__ import annotations
 
+import json
 import posixpath
 import re
 from pathlib import Path
@@ -18,8 +19,18 @@ LINK = re.compile(r"(?<=\]\()([^)\s#]+)(#[^)\s]*)?(?=\))")
 ROLE = re.compile(r":(?:attr|class|data|exc|func|meth|mod):(?=<code>)")
 
 
+def notebook(path: Path) -> str:
+    """Return a notebook as Markdown: its texts, its code, and what the code printed."""
+    parts = []
+    for cell in json.loads(path.read_text("utf-8"))["cells"]:
+        source = "".join(cell["source"])
+        parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+        parts += [f"```\n{''.join(output['text'])}```" for output in cell.get("outputs", ())]
+    return "\n\n".join(parts)
+
+
 def outside() -> dict[str, tuple[str, str]]:
-    """Return page and text of each file outside of docs/, by its path in the repository."""
+    """Return page and text of the files that are no Markdown in docs/, by their paths."""
     files = {
         "CONTRIBUTING.md": "contributing.md",
         "CHANGELOG.md": "changelog.md",
@@ -30,6 +41,8 @@ def outside() -> dict[str, tuple[str, str]]:
         name = f"examples/{path.name}"
         text = f"# {path.name}\n\n````python\n{path.read_text('utf-8')}````\n"
         pages[name] = (f"examples/{path.stem}.md", text)
+    for path in (ROOT / "docs/notebooks").glob("*.ipynb"):
+        pages[f"docs/notebooks/{path.name}"] = (f"notebooks/{path.stem}.md", notebook(path))
     return pages
 
 
