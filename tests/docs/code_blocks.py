@@ -1,7 +1,8 @@
-"""The code blocks of Markdown pages, and which of them do not run."""
+"""The code blocks of Markdown pages and notebooks, and which of them do not run."""
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,15 +36,26 @@ def blocks_of(text: str) -> list[Block]:
     return blocks
 
 
+def cells_of(text: str) -> list[Block]:
+    """The code cells of a notebook, in order."""
+    cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
+    return [Block("python", "".join(cell["source"]), 1) for cell in cells]
+
+
 def pages(root: Path = ROOT) -> dict[str, list[Block]]:
-    """The blocks of README.md, CONTRIBUTING.md and all pages of docs/, by the page's path."""
+    """The blocks of README.md, CONTRIBUTING.md and all pages and notebooks of docs/, by path."""
     files = [root / "README.md", root / "CONTRIBUTING.md", *sorted((root / "docs").rglob("*.md"))]
-    return {str(path.relative_to(root)): blocks_of(path.read_text("utf-8")) for path in files}
+    found = {str(path.relative_to(root)): blocks_of(path.read_text("utf-8")) for path in files}
+    for path in (root / "docs").rglob("*.ipynb"):
+        found[str(path.relative_to(root))] = cells_of(path.read_text("utf-8"))
+    return found
 
 
-def run_blocks(blocks: list[Block], page: str, namespace: dict[str, object]) -> None:
-    """Run the Python blocks of a page in one namespace. Tracebacks name the page's lines."""
+def run_blocks(blocks: list[Block], page: str) -> dict[str, object]:
+    """Run the Python blocks of a page as one program. Tracebacks name the page's lines."""
+    namespace: dict[str, object] = {"__name__": "__main__"}
     for block in blocks:
         if block.language == "python" and block.not_run is None:
             code = "\n" * (block.line - 1) + block.code
             exec(compile(code, page, "exec"), namespace)
+    return namespace
