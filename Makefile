@@ -60,10 +60,10 @@ $(CACHE)/triton-%:
 docs: $(call ready,docs) ## Build the documentation as a site, in site/
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict $(ARGS)
 
-demo: $(call ready,demo) ## Train a small language model in FP8 and in bf16, side by side
+demo: $(call ready,demo) ## Train a small language model in FP8 and in bf16, side by side (a CPU: 2 to 4 minutes)
 	PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) examples/train_lm.py $(ARGS)
 
-demo-moe: $(call ready,demo) ## Train a small mixture of experts in FP8 and in bf16, side by side
+demo-moe: $(call ready,demo) ## Train a small mixture of experts in FP8 and in bf16, side by side (a CPU: 5 to 10)
 	PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) examples/train_lm.py --experts 8 $(ARGS)
 
 lint: $(call ready,dev) ## Check style, format and types
