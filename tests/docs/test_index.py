@@ -1,4 +1,4 @@
-"""Speeds that docs/index.md states are those of the results."""
+"""The first pages: README.md is short, and docs/index.md states speeds that were measured."""
 
 from __future__ import annotations
 
@@ -9,6 +9,10 @@ from tests.docs.code_blocks import ROOT
 
 ROW = re.compile(r"^\| (\d+) x \((\d+) x (\d+)\) \| ([\d.]+)x \| ([\d.]+)x \|$", re.MULTILINE)
 SPEEDS = ("eager_speedup", "graph_speedup")
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text("utf-8").splitlines()) <= 120
 
 
 def test_the_speeds_of_the_index_are_measured() -> None:
