@@ -193,16 +193,13 @@ def test_data_are_on_the_disk_before_what_names_them(tmp_path: Path) -> None:
     assert_expected_inline(
         steps_to(tmp_path / "fp8"),
         """\
-mkdir .NEW
-rename .NEW -> .STAGING
-fsync .STAGING/model-00001-of-00002.safetensors
-fsync .STAGING/model-00002-of-00002.safetensors
+mkdir .STAGING
+fsync .STAGING/model-00001-of-00002.STAGING.safetensors
+fsync .STAGING/model-00002-of-00002.STAGING.safetensors
 fsync .STAGING/model.safetensors.index.json
 fsync .STAGING/config.json
-fsync .STAGING/model.safetensors.index.json
-fsync .STAGING/files.json
-rename .STAGING/model-00001-of-00002.safetensors -> model-00001-of-00002-TAG.safetensors
-rename .STAGING/model-00002-of-00002.safetensors -> model-00002-of-00002-TAG.safetensors
+rename .STAGING/model-00001-of-00002.STAGING.safetensors -> model-00001-of-00002.STAGING.safetensors
+rename .STAGING/model-00002-of-00002.STAGING.safetensors -> model-00002-of-00002.STAGING.safetensors
 fsync ../fp8
 replace .STAGING/model.safetensors.index.json -> model.safetensors.index.json
 replace .STAGING/config.json -> config.json
@@ -210,14 +207,5 @@ unlink model.safetensors
 fsync ../fp8
 unlink model-00001-of-00002.safetensors
 unlink model-00002-of-00002.safetensors
-link model-00001-of-00002-TAG.safetensors -> model-00001-of-00002.safetensors
-link model-00002-of-00002-TAG.safetensors -> model-00002-of-00002.safetensors
-fsync .STAGING/model.safetensors.index.json
-fsync ../fp8
-replace .STAGING/model.safetensors.index.json -> model.safetensors.index.json
-fsync ../fp8
-unlink model-00001-of-00002-TAG.safetensors
-unlink model-00002-of-00002-TAG.safetensors
-unlink .STAGING/files.json
 rmdir .STAGING""",
     )

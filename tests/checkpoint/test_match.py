@@ -150,7 +150,7 @@ def test_experts_that_one_of_them_does_not_have(tmp_path: Path) -> None:
     folder = written(tmp_path / "fp8", own_scales)
     report = load_fp8(model, folder, strict=False)
     assert report.plain == ("router",)
-    assert set(report.unexpected) == read(folder).keys() - {"router"}
+    assert set(report.unexpected) == {x for x in read(folder) if x.endswith(".weight")}
     rewrite(folder, drop("experts."))
     message = r"2 missing \(experts.gate_up_proj, experts.down_pr"
     assert_refused(folder, layer(1, convert=False), message)

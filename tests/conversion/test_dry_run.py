@@ -120,7 +120,7 @@ def test_it_counts_the_layers_that_explain_lists(case: str) -> None:
     assert again.fp8_share == report.fp8_share > 0
 
 
-@pytest.mark.parametrize("case", CASES.keys() - {"meta", "again", "recast"})
+@pytest.mark.parametrize("case", sorted(CASES.keys() - {"meta", "again", "recast"}))
 def test_the_bytes_are_those_that_the_model_holds(case: str) -> None:
     make, options = CASES[case]
     options = options | {"recipe": Recipe(cache_weight=False)}
