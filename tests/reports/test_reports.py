@@ -196,7 +196,7 @@ def test_the_html_of_a_conversion() -> None:
 <tr><td>lm_head</td><td>50x64</td><td>float32</td><td>5.7%</td><td>-</td><td>lm head: 50 outputs, the entries of 'embed'</td></tr>
 </tbody>
 </table>
-<p>2 converted, 4 skipped; 43.7% of 56,192 parameters in FP8; 217.0 KiB before, 241.0 KiB after</p>""",  # noqa: E501
+<p>2 converted, 4 skipped; 43.7% of 56,192 parameters in FP8; 217.0 KiB before, 241.0 KiB with FP8 forms</p>""",  # noqa: E501
     )
 
 

@@ -94,12 +94,13 @@ def patch_torchtitan() -> None:
 def _of_microbatches(step: Callable[..., Any]) -> Callable[..., Any]:
     """Make ``step`` of a pipeline schedule take microbatches, as torch after 2.13 does."""
 
-    def of_microbatches(
-        self: Any, *, arg_mbs: Any, kwarg_mbs: Any, target_mbs: Any, **options: Any
-    ) -> Any:
-        self._split_inputs = lambda args, kwargs: (arg_mbs, kwarg_mbs)
-        target = None if target_mbs is None else torch.cat(target_mbs)
-        return step(self, target=target, **options)
+    def of_microbatches(self: Any, *args: Any, **options: Any) -> Any:
+        if "arg_mbs" not in options:  # a call that is not torchtitan's
+            return step(self, *args, **options)
+        given = options.pop("arg_mbs"), options.pop("kwarg_mbs")
+        self._split_inputs = lambda args, kwargs: given
+        targets = options.pop("target_mbs")
+        return step(self, target=None if targets is None else torch.cat(targets), **options)
 
     return of_microbatches
 
