@@ -12,7 +12,7 @@ from torch import nn
 import blocktensor as bt
 
 from . import peers
-from .llama import BATCH, LAYERS, TIME, Shape, inputs, modes_of, stack
+from .llama import BATCH, LAYERS, TIME, Shape, inputs, modes_of, recipe_of, stack
 from .timing import Call, by_mode, peaks_by_mode
 from .turns import measured_in_turns
 
@@ -44,13 +44,7 @@ def variant(name: str, made: nn.Module) -> nn.Module:
         return made
     if name in peers.TORCHAO_TRAINS:
         return peers.torchao_training(name, made)
-    chosen: tuple[bt.recipe.WgradInput, ...] = "1x128", "high_precision"
-    policies: tuple[bt.recipe.CachePolicy, ...] = False, "step"
-    recipe = bt.Recipe(
-        cache_weight=next((x for x in policies if f"cache_weight={x}" in name), "backward"),
-        wgrad_input=next((x for x in chosen if f"wgrad_input={x}" in name), "128x128"),
-    )
-    bt.convert(made, recipe)
+    bt.convert(made, recipe_of(name))
     if "shared" in name:
         bt.share_inputs(made)
     if "fused" in name:

@@ -23,7 +23,7 @@ from blocktensor.sharding.all_to_all import Gradient
 from . import llama
 from .experts import GroupedExperts
 from .experts import Shape as Experts
-from .llama import MLP, Block, step
+from .llama import MLP, Block, recipe_of, step
 from .profiled import parts_of_call
 from .ranks import in_turn, parser, run_worker
 from .results import Row
@@ -175,9 +175,7 @@ def variant(name: str, shape: Shape, layers: int, mesh: DeviceMesh) -> nn.Module
     if not is_gathered:  # those are fp32, of which FSDP gathers bf16 or e4m3
         model.bfloat16()
     if name.startswith("fp8"):
-        recipe = SENT_RECIPE if sent else bt.Recipe()
-        if "1x128" in name:
-            recipe = bt.Recipe.deepseek()
+        recipe = SENT_RECIPE if sent else recipe_of(name)
         bt.convert(model, recipe, skip=["*.router"], skip_small=False)
     if "fused" in name:
         bt.fuse(model)

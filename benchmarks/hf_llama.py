@@ -13,6 +13,7 @@ import torch
 import blocktensor as bt
 
 from . import peers
+from .llama import recipe_of
 from .memory import peak
 from .timing import Call, by_mode, peaks_by_mode, round_robin
 from .turns import measured_in_turns
@@ -124,8 +125,7 @@ def make_model(name: str, shape: Shape, device: torch.device | str = "cuda") -> 
     if name in peers.TORCHAO_TRAINS:
         model = peers.torchao_training(name, model)
     elif name != "bf16":
-        recipe = bt.Recipe.deepseek() if "1x128" in name else bt.Recipe()
-        bt.convert(model, recipe, convert_head="head" in name)
+        bt.convert(model, recipe_of(name), convert_head="head" in name)
     if "fused" in name:
         bt.fuse(model, recompute="recompute" in name)
     return model

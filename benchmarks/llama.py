@@ -17,6 +17,16 @@ from .timing import Call
 BATCH, TIME, LAYERS = 2, 4096, 4
 
 
+def recipe_of(variant: str) -> bt.Recipe:
+    """Return the recipe that the name of a variant spells, such as "fp8, wgrad_input=1x128"."""
+    inputs: tuple[bt.recipe.WgradInput, ...] = "1x128", "high_precision"
+    policies: tuple[bt.recipe.CachePolicy, ...] = False, "step"
+    return bt.Recipe(
+        cache_weight=next((x for x in policies if f"cache_weight={x}" in variant), "backward"),
+        wgrad_input=next((x for x in inputs if f"wgrad_input={x}" in variant), "128x128"),
+    )
+
+
 @dataclass(frozen=True)
 class Shape:
     """Sizes of a block; the defaults are Llama 8B's."""

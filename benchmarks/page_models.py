@@ -284,9 +284,9 @@ def fsdp2_in_brief(content: Content, page: Path) -> list[str]:
     runs = select(content["rows"], {"mode": "run"})
     fp8 = [run for run in select(runs, {"microbatches": 1}) if run["variant"] != "bf16"]
     row = next((run for run in fp8 if run["variant"] == "fp8"), fp8[0])
-    options = row["variant"].removeprefix("fp8").removeprefix(", ")
-    parts = [f"{times(row['speed_of_bf16'])} bf16's speed, {times(row['peak_of_bf16'])} its memory"]
-    parts[0] = f"{options}: {parts[0]}" if options else parts[0]
+    options = "" if row["variant"] == "fp8" else f"{row['variant'].removeprefix('fp8, ')}: "
+    speed, peak = times(row["speed_of_bf16"]), times(row["peak_of_bf16"])
+    parts = [f"{options}{speed} bf16's speed, {peak} its memory"]
     for count in sorted({run["microbatches"] for run in runs}):
         fastest = max(select(runs, {"microbatches": count}), key=lambda run: run["speed_of_bf16"])
         if fastest is row or fastest["variant"] == "bf16":

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import blocktensor as bt
 
-from .llama import MLP, Shape, modes_of, step
+from .llama import MLP, Shape, modes_of, recipe_of, step
 from .timing import Call, by_mode
 from .turns import measured_in_turns
 
@@ -50,8 +50,7 @@ class Shard(nn.Module):
 def variant(name: str, made: nn.Module) -> nn.Module:
     """Make ``made`` what the variant is; linears of every size in FP8."""
     if name != "bf16":
-        recipe = bt.Recipe.deepseek() if "1x128" in name else bt.Recipe()
-        bt.convert(made, recipe, skip_small=False)
+        bt.convert(made, recipe_of(name), skip_small=False)
     if "fused" in name:
         bt.fuse(made)
     if "shared" in name or "fused" in name:

@@ -21,7 +21,7 @@ import blocktensor.distributed as our_styles
 from common.llama import Shape, rope_tables
 from tp_llama import Block
 
-from .llama import step
+from .llama import recipe_of, step
 from .profiled import overlap
 from .ranks import in_turn, parser, run_worker
 from .results import Row
@@ -40,8 +40,7 @@ def variant(name: str, shape: Shape, mesh: DeviceMesh) -> nn.Module:
     with torch.device(mesh.device_type):
         block = Block(shape).to(torch.bfloat16)
     if name.startswith("fp8"):
-        recipe = bt.Recipe.deepseek() if "1x128" in name else bt.Recipe()
-        bt.convert(block, recipe, skip_small=False)
+        bt.convert(block, recipe_of(name), skip_small=False)
     styles: Any = torch_styles if name == "bf16" else our_styles
     tokens, whole = Shard(1), Replicate()
     norm = torch_styles.SequenceParallel(use_local_output=True)

@@ -96,9 +96,10 @@ class Recipe:
         return formats.get(self.wgrad_input)
 
     def wgrad_input_of_stack(self, is_kn: bool) -> BlockFormat | None:
-        """Return :attr:`wgrad_input_format`, or what experts ``[E, K, N]`` read if ``is_kn``.
+        """Return the format of activations columnwise for one weight or stack of experts.
 
-        Those compute ``dwᵀ = xᵀ g``, and the Hopper kernel takes no 128x128 blocks on the left.
+        Stacks ``[E, K, N]`` (``is_kn``) compute ``dwᵀ = xᵀ g``, and the Hopper kernel takes no
+        128x128 blocks on the left; others have :attr:`wgrad_input_format`.
         """
         format = self.wgrad_input_format
         return self.activation_format if is_kn and format is not None else format

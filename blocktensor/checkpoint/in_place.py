@@ -1,8 +1,8 @@
 """Putting a finished checkpoint in its place: a kill at any moment leaves the old one or the new.
 
-A checkpoint is made in a *staging folder* inside its folder. The index is what makes files a
-checkpoint, so that one rename replaces it, that of the index: see docs/design/checkpoints.md for
-the order of steps and for what each kill leaves.
+A checkpoint is made in a *staging folder* inside its folder. Files belong to the checkpoint if the
+index names them, so renaming the new index over the old one replaces the checkpoint. The order of
+steps, and the files that each kill leaves, are in docs/design/checkpoints.md.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def _named_in(folder: Path) -> set[str]:
         places = read_json(folder / INDEX).get("weight_map")
     except CheckpointError:
         return set()
-    # what the index of another library names is removed, and may be anything
+    # obsolete shards are deleted: an index of another library may name files of other folders
     files = [x for x in places.values() if isinstance(x, str)] if isinstance(places, dict) else []
     return {x for x in files if x.endswith(".safetensors") and os.path.basename(x) == x}
 

@@ -103,7 +103,7 @@ def test_there_and_back(tmp_path: Path, target: str) -> None:
 
 
 def test_scales_of_compressed_tensors_load_after_they_are_renamed(folder: Path) -> None:
-    """As the error says: in the files, and in the index, which then has no digests."""
+    """The remedy of the error: rename them in the files, and in the index, without digests."""
 
     def spelled(old: str, new: str) -> None:
         index = json.loads((folder / INDEX).read_text())

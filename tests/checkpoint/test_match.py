@@ -159,7 +159,7 @@ def test_experts_that_one_of_them_does_not_have(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("n", [128, 144])
 def test_matrices_beside_scales_of_stacks(tmp_path: Path, n: int) -> None:
-    """As transformers 5.23 saves them, also where gate and up share blocks: stored as stacks."""
+    """The remedy for files of transformers 5.23: stacks, also where gate and up share blocks."""
     folder = sharing(tmp_path / "fp8") if n == 144 else written(tmp_path / "fp8", stack_scales)
     model = layer(1, n=n, convert=False)
     message = r"'experts.0.gate_proj.weight' is FP8 and has no .*, store the stack instead of its"

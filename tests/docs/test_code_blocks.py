@@ -34,7 +34,7 @@ LANGUAGES = {"", "console", "python"}
 
 
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-"""What torchrun tells a process, of one that has no others. Port 0: any that is free."""
+"""Variables that torchrun sets in the only process of a run. Port 0: any free port."""
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""What users do around a model: data parallelism, loss scaling, sharing, checkpoints."""
+"""Common tools around a model: data parallelism, loss scaling, sharing, checkpoints."""
 
 from __future__ import annotations
 

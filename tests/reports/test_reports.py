@@ -1,4 +1,4 @@
-"""What all reports share: text, HTML and values from one table."""
+"""Text, HTML and values of every report come from one table."""
 
 from __future__ import annotations
 

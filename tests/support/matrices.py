@@ -10,7 +10,7 @@ from tests.support.models import DIM
 
 
 class Experts(nn.Module):
-    """Of a mixture: stacks, and a router held directly."""
+    """The experts of a mixture in stacks, and a router that the module holds directly."""
 
     def __init__(self) -> None:
         super().__init__()

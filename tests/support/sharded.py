@@ -15,13 +15,19 @@ from torch.distributed.tensor import DTensor
 from blocktensor import BlockwiseFP8Weight, Recipe, convert
 from blocktensor.distributed import FP8Shard
 from blocktensor.ops.formats import Quantized
+from blocktensor.sharding.dtensor import local_of
 from blocktensor.sharding.fsdp.amax_table import Place, known_place
 from blocktensor.sharding.fsdp.fsdp_internals import owner_of
-from blocktensor.sharding.fsdp.shards import shard_of
 from tests.support.numeric import assert_same
 
 RECIPES = (Recipe(), Recipe(scale="power_of_two"))
 K, HIDDEN, OUT = 192, 300, 130
+
+
+def shard_of(x: Any) -> FP8Shard | None:
+    """Return the local part of a DTensor, if that is an FP8Shard."""
+    local = local_of(x)
+    return local if isinstance(local, FP8Shard) else None
 
 
 class Net(nn.Module):

@@ -75,7 +75,7 @@ def _run_on_own_tokens(module: nn.Linear, input: Tensor) -> Tensor:
     """Run a linear layer whose weight every rank has whole, on this rank's part of the input."""
     parameters: list[Any] = [module.weight, module.bias]
     if not isinstance(input, DTensor):
-        return F.linear(input, *parameters)  # raises
+        return F.linear(input, *parameters)  # DTensor refuses a plain input
     mesh, (layout,) = input.device_mesh, input.placements
     if layout in (Shard(-1), Shard(input.ndim - 1)) or layout.is_partial():
         raise NotImplementedError(

@@ -41,7 +41,7 @@ def _launch(
         return
     mixed = row is not None and col is not None and row.format is not col.format
     if mixed and any(map(is_awkward, sources)):
-        # both forms of a tile would spill, as in triton_cast.casts
+        # both forms of a tile would spill, as in triton_cast._splits
         for part in range(2):
             chosen = None if second is None else _only(second, part)
             only = _only(forms, part)

@@ -16,7 +16,6 @@ from ...tensor.base import implements, on_master
 from ...tensor.fp8_tensor import ATEN_OPS, BlockwiseFP8Tensor
 from ...tensor.refusals import refuse, refuse_one_tensor
 from ...tensor.weight import WEIGHT_OPS, BlockwiseFP8Weight
-from ..dtensor import local_of
 from .amax_table import check_no_main_grad
 from .fsdp_internals import is_copy
 from .gather import GatheredFrozen, GatheredTrainable
@@ -108,12 +107,6 @@ class FP8Shard(GatheredTrainable):
         if shard.device != self.device:
             is_copy(shard, self)
         return shard
-
-
-def shard_of(x: Any) -> FP8Shard | None:
-    """Return the local part of a DTensor, if that is an :class:`FP8Shard`."""
-    local = local_of(x)
-    return local if isinstance(local, FP8Shard) else None
 
 
 @implements(_SHARD_OPS, *_ALIASES)

@@ -23,12 +23,20 @@ from blocktensor.ops import reference
 from blocktensor.ops.formats import BLOCKS_128X128, ceil_div
 from blocktensor.sharding.fsdp import amax_table
 from blocktensor.sharding.fsdp.amax_table import AmaxTable, ShardSlice
-from blocktensor.sharding.fsdp.shards import shard_of
 from tests.support import sharded as nets
 from tests.support.models import POWER_OF_TWO, randn
 from tests.support.numeric import assert_same
 from tests.support.ranks import on_ranks
-from tests.support.sharded import assert_equal, batch, build, gradients, places_of, scale, whole
+from tests.support.sharded import (
+    assert_equal,
+    batch,
+    build,
+    gradients,
+    places_of,
+    scale,
+    shard_of,
+    whole,
+)
 from tests.support.sharded_checkpoints import (
     assert_forward_is_fresh,
     converted,

@@ -19,10 +19,9 @@ from torch.distributed.fsdp import fully_shard
 
 from blocktensor import Recipe, convert
 from blocktensor.distributed import FP8Shard, precompute_block_amax
-from blocktensor.sharding.fsdp.shards import shard_of
 from tests.support.models import randn
 from tests.support.ranks import on_ranks
-from tests.support.sharded import assert_equal, gradients, scale, step, whole
+from tests.support.sharded import assert_equal, gradients, scale, shard_of, step, whole
 from tests.support.sharded_checkpoints import (
     Averaged,
     assert_forward_is_fresh,

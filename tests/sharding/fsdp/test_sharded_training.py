@@ -21,7 +21,6 @@ from blocktensor import Recipe, convert, share_inputs, to_blockwise_fp8_weights
 from blocktensor.distributed import FP8Shard, precompute_block_amax
 from blocktensor.ops import reference
 from blocktensor.ops.formats import BLOCKS_128X128
-from blocktensor.sharding.fsdp.shards import shard_of
 from tests.support.models import randn
 from tests.support.ranks import on_ranks, shared_mesh
 from tests.support.sharded import (
@@ -37,6 +36,7 @@ from tests.support.sharded import (
     places_of,
     reductions,
     shard,
+    shard_of,
     twins,
 )
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from blocktensor import BlockwiseFP8Tensor, Recipe, convert, freeze, memory_report
 from blocktensor.distributed import FP8Shard, FrozenShard
 from blocktensor.ops import reference
-from blocktensor.sharding.fsdp.shards import chunks, shard_of
+from blocktensor.sharding.fsdp.shards import chunks
 from tests.support.models import linear, plain, randn
 from tests.support.ranks import on_ranks
 from tests.support.sharded import (
@@ -31,6 +31,7 @@ from tests.support.sharded import (
     loss_of,
     reductions,
     shard,
+    shard_of,
     step,
     twins,
     whole,
