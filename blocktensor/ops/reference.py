@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .formats import BLOCK, BlockFormat, Quantized, ceil_div, group_columns
-from .scale_layouts import columnwise_width, empty_quantized
+from .scale_layouts import columnwise_width, empty_columnwise, empty_quantized
 
 
 def largest(format: BlockFormat) -> float:
@@ -79,7 +79,8 @@ def quantize_rowwise(x: Tensor, format: BlockFormat) -> Quantized:
     """Cast ``x[..., R, C]``: data alike, a scale for each block."""
     blocks = _in_blocks(x, format)
     scale = scale_from_amax(_amax(blocks), format)
-    return _filled(x.shape, format, _cast(blocks, scale, format, x), scale)
+    made = empty_quantized(x.shape, format, x.device)
+    return _filled(made, _cast(blocks, scale, format, x), scale)
 
 
 def quantize_columnwise(x: Tensor, format: BlockFormat) -> Quantized:
@@ -88,7 +89,8 @@ def quantize_columnwise(x: Tensor, format: BlockFormat) -> Quantized:
     With zeros from M up to :func:`columnwise_width`, as if x had more rows of zeros.
     """
     zeros = columnwise_width(x.shape[0], format) - x.shape[0]
-    return quantize_rowwise(F.pad(x.t(), (0, zeros)) if zeros else x.t(), format)
+    cast = quantize_rowwise(F.pad(x.t(), (0, zeros)) if zeros else x.t(), format)
+    return cast if format.rows == 1 else _filled(empty_columnwise(x, format), *cast[:2])
 
 
 def quantize_both(
@@ -100,8 +102,8 @@ def quantize_both(
 
 def transpose(x: Quantized) -> Quantized:
     """Transpose a cast in square blocks: bytes ``[..., N, K]`` to ``[..., K, N]``."""
-    flipped = x.data.transpose(-1, -2)
-    return _filled(flipped.shape, x.format, flipped, x.scale.transpose(-1, -2))
+    made = empty_quantized(x.data.mT.shape, x.format, x.data.device)
+    return _filled(made, x.data.mT, x.scale.mT)
 
 
 def quantize_with_transpose(x: Tensor, format: BlockFormat) -> tuple[Quantized, Quantized]:
@@ -110,8 +112,7 @@ def quantize_with_transpose(x: Tensor, format: BlockFormat) -> tuple[Quantized, 
     return rowwise, transpose(rowwise)
 
 
-def _filled(shape: torch.Size, format: BlockFormat, data: Tensor, scale: Tensor) -> Quantized:
-    made = empty_quantized(shape, format, data.device)
+def _filled(made: Quantized, data: Tensor, scale: Tensor) -> Quantized:
     made.data.copy_(data)
     made.scale.copy_(scale)
     return made

@@ -11,7 +11,7 @@ Two layouts of scales exist, chosen so that TMA and cuBLAS can read scales where
 - blocks of one row: logical ``[R, C/cols]``, **column-major**, leading dimension padded to a
   multiple of 4 (16-byte strides);
 - blocks of several rows: logical ``[..., R/rows, C/cols]``, row-major, row stride padded to a
-  multiple of 4.
+  multiple of 4; in a columnwise cast, to the first multiple beyond ``C/cols``.
 
 The padding of scales is never read as a value and may hold anything.
 """
@@ -81,7 +81,15 @@ def empty_columnwise(x: Tensor, format: BlockFormat, offs: Tensor | None = None)
     """
     m, k = x.shape
     width = columnwise_width(m, format) if offs is None else group_columns(m, offs.shape[0])
-    return empty_quantized((k, width), format, x.device)
+    if format.rows == 1:
+        return empty_quantized((k, width), format, x.device)
+    data = torch.empty((k, width), dtype=format.dtype, device=x.device)
+    rows, cols = format.scale_shape((k, width))
+    # Always one number beyond: compilers make a graph of its own for scales that are contiguous,
+    # which they would be with 4, 8, ... blocks of tokens
+    stride = pad4(cols + 1), 1
+    scale = torch.empty_strided((rows, cols), stride, dtype=torch.float32, device=x.device)
+    return Quantized(data, scale, format)
 
 
 def copy_data_(target: Tensor, source: Tensor, non_blocking: bool = False) -> None:

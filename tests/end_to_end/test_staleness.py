@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -162,6 +163,16 @@ def small(module: Any) -> None:
             module.weight.clamp_(-4, 4)
 
 
+def wait_for_graphs_of(weight: Tensor) -> None:
+    """Wait until the thread of the last backward has freed its graph, as swaps refuse saved tensors.
+
+    ``backward`` on a GPU returns before that.
+    """
+    deadline = time.monotonic() + 10
+    while weight._use_count() > 2 and time.monotonic() < deadline:
+        time.sleep(1e-3)
+
+
 class Player:
     """A model, and the moves of one random sequence."""
 
@@ -204,9 +215,10 @@ class Player:
     def write(self) -> None:
         name = self.choice.choice(self.writable)
         self.seen[name] += 1
+        layer = self.choice.choice(self.layers)
         if name in SWAPS:
             self.waiting.clear()
-        layer = self.choice.choice(self.layers)
+            wait_for_graphs_of(layer.weight)
         WRITES[name](layer)
         small(layer)
         self.writes += 1

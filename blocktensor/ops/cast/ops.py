@@ -141,10 +141,15 @@ def transpose(x: Quantized) -> Quantized:
     return empty_quantized(x.data.mT.shape, x.format, x.data.device)
 
 
+def _has_no_zeros(x: Tensor, format: BlockFormat) -> bool:
+    """Return whether the columnwise cast of ``x`` has the bytes of the transposed rowwise cast."""
+    return x.ndim == 2 and columnwise_width(x.shape[0], format) == x.shape[0]
+
+
 def _decide_transpose(x: Tensor, format: BlockFormat) -> Callable[..., Quantized]:
     if x.stride(-2) == 1:
         return lambda x, format: quantize_rowwise(x.transpose(-1, -2), format)
-    if x.ndim == 2 and columnwise_width(x.shape[0], format) == x.shape[0]:
+    if _has_no_zeros(x, format):
         return quantize_columnwise
     return lambda x, format: transpose(quantize_rowwise(x, format))
 
@@ -159,6 +164,8 @@ def quantize_transpose(x: Tensor, format: BlockFormat) -> Quantized:
     Raises:
         TypeError, ValueError: as :func:`quantize_rowwise`; blocks that are not square.
     """
+    if x.stride(-2) != 1 and _has_no_zeros(x, format):
+        return empty_columnwise(x, format)
     return empty_quantized(x.mT.shape, format, x.device)
 
 
