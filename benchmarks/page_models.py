@@ -8,7 +8,7 @@ from typing import Any
 
 from .page_parts import Content, image, section, source_in_brief, table, times
 from .profiled import SHOWN
-from .results import Row, columns, select
+from .results import Row, columns, load, of_card, select
 from .timing import MODES
 
 _BOTH = "eager", "compiled"
@@ -48,27 +48,41 @@ def block(content: Content, page: Path) -> list[str]:
         *speeds(content["rows"], "variant"),
         content,
         "; torch.compile merges equal casts, so inputs are not shared there",
+        more=image("block_speedup.png", "speed-up of Llama blocks", page),
     )
 
 
-def block_in_brief(content: Content, page: Path) -> list[str]:
-    """The stack's speed-ups in a sentence."""
-    by_variant = {row["variant"]: row for row in content["rows"]}
-    row = by_variant["fp8"]
-    eager, compiled = (times(row[f"{mode}_speedup"]) for mode in _BOTH)
-    said = [f"{eager} bf16 in eager mode, {compiled} compiled"]
-    ways = {
-        "with `fuse`": "fp8, fused",
-        "with `fuse` and `Recipe.deepseek()`": "fp8, fused, wgrad_input=1x128",
-    }
-    for name, variant in ways.items():
-        if found := by_variant.get(variant):
-            speeds = (times(found[f"{mode}_speedup"]) for mode in _BOTH)
-            said.append(f"{name} {' and '.join(speeds)}")
-    return [
-        f"{row['layers']} Llama-8B-shaped blocks, forward + backward: {'; '.join(said)} "
-        f"{source_in_brief(content)}."
-    ]
+_WAYS = {
+    "fp8": "`convert`",
+    "fp8, fused": "`convert` and `fuse`",
+    "fp8, fused, wgrad_input=1x128": "the same with `Recipe.deepseek()`",
+    "torchao tensorwise": "torchao, tensorwise",
+    "torchao rowwise": "torchao, rowwise",
+}
+
+
+def block_on_cards(content: Content, page: Path) -> list[str]:
+    """The stack's speed-ups on every card, beside those of peers."""
+    by_card = {"H200": content}
+    if other := load("block", of_card("h100")):
+        by_card["H100"] = other
+    header = ["", *(f"{card}, {_MODES[mode]}" for card in by_card for mode in _BOTH)]
+    rows = []
+    for variant, name in _WAYS.items():
+        found = [
+            next((r for r in c["rows"] if r["variant"] == variant), {}) for c in by_card.values()
+        ]
+        if any(found):
+            rows.append((name, *(times(r.get(f"{m}_speedup")) for r in found for m in _BOTH)))
+    first = content["rows"][0]
+    return section(
+        f"{first['layers']} Llama-8B-shaped blocks, {first['tokens']} tokens, forward + backward, "
+        f"speed over bf16 in the same mode:",
+        header,
+        rows,
+        content,
+        more=image("block_speedup.png", "speed-up of Llama blocks", page),
+    )
 
 
 def layer(content: Content, page: Path) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from .page_parts import Content, image, not_installed, section, shape_of, times
+from .page_parts import Content, image, not_installed, section, shape_of, source_in_brief, times
 from .results import Row, columns, geometric_mean, ratios, select
 from .shapes import label_of_experts
 
@@ -49,6 +49,23 @@ def linear(content: Content, page: Path) -> list[str]:
         ". In eager mode host time limits small layers; CUDA graphs have none.",
         more=image("linear_speedup.png", "speed-up of linear layers", page),
     )
+
+
+def linear_in_brief(content: Content, page: Path) -> list[str]:
+    """The smallest and largest speed-up of layers in each mode."""
+    modes = {"in eager mode": "eager_speedup", "in CUDA graphs": "graph_speedup"}
+    said = []
+    for name, column in modes.items():
+        rows = sorted((r for r in content["rows"] if column in r), key=lambda r: r[column])
+        if rows:
+            ends = (f"{times(r[column])} ({shape_of(r)})" for r in (rows[0], rows[-1]))
+            said.append(f"{' to '.join(ends)} {name}")
+    if not said:
+        return []
+    return [
+        f"Linear layers, tokens x (out x in), forward + backward over bf16: {'; '.join(said)} "
+        f"{source_in_brief(content)}."
+    ]
 
 
 def gemm(content: Content, page: Path) -> list[str]:

@@ -18,15 +18,28 @@ Content = dict[str, Any]
 """The content of a file of results."""
 
 
+FIRST_ROWS, FOLDED_FROM = 6, 9
+"""Rows of a table that stand open, and how many rows it has at least if others are folded."""
+
+
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
-    """Lines of a Markdown table."""
-    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
-    return lines + ["| " + " | ".join(str(cell) for cell in row) + " |" for row in rows]
+    """Lines of a Markdown table; of a long one, all but the first rows are folded."""
+    head = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+    lines = ["| " + " | ".join(str(cell) for cell in row) + " |" for row in rows]
+    if len(rows) < FOLDED_FROM:
+        return head + lines
+    first, more = lines[:FIRST_ROWS], lines[FIRST_ROWS:]
+    return [*head, *first, "", *folded(f"{len(more)} more rows", [*head, *more])]
+
+
+def folded(summary: str, lines: Sequence[str]) -> list[str]:
+    """Lines that a reader unfolds, on the site and where the repository is browsed."""
+    return [f'<details markdown="1"><summary>{summary}</summary>', "", *lines, "", "</details>"]
 
 
 def wrapped(line: str) -> str:
     """``line`` as lines of text, without a break inside of words."""
-    if line.startswith(("|", "![")):
+    if line.startswith(("|", "![", "<")):
         return line
     return textwrap.fill(line, LINE_LENGTH, break_long_words=False, break_on_hyphens=False)
 
@@ -34,9 +47,12 @@ def wrapped(line: str) -> str:
 def source(content: Content, remark: str = "") -> str:
     """The command that made a result, and where and when it ran."""
     where = content["environment"]
+    versions = f"torch {where['torch']}, Triton {where['triton']}"
+    if "torchao" in where:
+        versions += f", torchao {where['torchao']}"
     return (
-        f"(`{where['command']}`, {where['device']}, torch {where['torch']}, "
-        f"Triton {where['triton']}, {where['date']}{_recipe_of(content)}{remark})"
+        f"(`{where['command']}`, {where['device']}, {versions}, {where['date']}"
+        f"{_recipe_of(content)}{remark})"
     )
 
 

@@ -1,12 +1,16 @@
-"""Plots made from the results on disk alone: ``python -m benchmarks plot``."""
+"""Plots made from the results on disk alone: ``python -m benchmarks plot``.
+
+Bars are horizontal, so that names are read as they stand. blocktensor is red in every plot, in
+lighter tones where a plot has several of its ways; grey is bf16.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from . import results
 from .results import Row, columns, select
@@ -31,70 +35,110 @@ COLOURS = {
     "deepgemm": "#228833",
     "torchao": "#ccbb44",
     "bf16": "#bbbbbb",
-    "dense": "#aa3377",
+    "dense": "#f7b3bb",
 }
+OURS = ("#ee6677", "#f28d99", "#f7b3bb", "#fad0d5", "#fce4e7")
+"""Tones of blocktensor, for several of its ways or sizes."""
+PARTS = ("#bbbbbb", "#4477aa", "#66ccee", "#228833", "#ccbb44", "#aa3377")
+"""Parts of one number: of the memory, of the time."""
+
+Bars = Mapping[str, tuple[str, Sequence[float | None]]]
+"""By the name of a series: its colour, and its number in each group."""
 
 
 @dataclass(frozen=True)
 class Plot:
-    """One PNG: its file, the result it is made from, its title, and what draws it."""
+    """One PNG.
+
+    Attributes:
+        file: its name below :data:`FOLDER`.
+        result: what it is made from.
+        title: printed above it, with the card and the date.
+        draw: draws rows into axes.
+        panels: splits rows to panels side by side, by their titles; None: one without a title.
+    """
 
     file: str
     result: str
     title: str
-    draw: Any
+    draw: Callable[[Axes, Sequence[Row]], None]
+    panels: Callable[[Sequence[Row]], Mapping[str, Sequence[Row]]] | None = None
 
 
-def _grouped_bars(axes: Axes, groups: Sequence[str], bars: dict[str, list[float | None]]) -> None:
-    """Bars of every series side by side over each group; a series without a number has a gap."""
-    width = 0.8 / len(bars)
-    for index, (name, values) in enumerate(bars.items()):
-        places = [g - 0.4 + (index + 0.5) * width for g in range(len(groups))]
-        drawn = [(x, v) for x, v in zip(places, values, strict=True) if v is not None]
-        axes.bar(
-            [x for x, _ in drawn],
-            [v for _, v in drawn],
-            width,
-            label=NAMES.get(name, name),
-            color=COLOURS.get(name, f"C{index}"),
-        )
-    axes.set_xticks(range(len(groups)), groups, rotation=30, ha="right", fontsize=8)
+def _bars(axes: Axes, groups: Sequence[str], bars: Bars, unit: str) -> None:
+    """Bars of every series below each other in each group; without a number there is a gap."""
+    height = 0.8 / len(bars)
+    for index, (name, (colour, values)) in enumerate(bars.items()):
+        places = [group - 0.4 + (index + 0.5) * height for group in range(len(groups))]
+        drawn = [(y, v) for y, v in zip(places, values, strict=True) if v is not None]
+        axes.barh([y for y, _ in drawn], [v for _, v in drawn], height, label=name, color=colour)
+    _name_groups(axes, groups, unit)
 
 
 def _stacked(
-    axes: Axes, names: Sequence[str], parts: dict[str, list[float]], fontsize: int
+    axes: Axes, groups: Sequence[str], parts: Mapping[str, Sequence[float]], unit: str
 ) -> None:
-    """One bar a name: its parts on top of each other."""
-    below = [0.0] * len(names)
-    for index, (part, sizes) in enumerate(parts.items()):
-        axes.bar(range(len(names)), sizes, 0.7, bottom=below, label=part, color=f"C{index}")
-        below = [b + size for b, size in zip(below, sizes, strict=True)]
-    axes.set_xticks(range(len(names)), names, rotation=30, ha="right", fontsize=fontsize)
+    """One bar a group: its parts one after the other."""
+    before = [0.0] * len(groups)
+    for (part, sizes), colour in zip(parts.items(), PARTS, strict=False):
+        axes.barh(range(len(groups)), sizes, 0.7, left=before, label=part, color=colour)
+        before = [b + size for b, size in zip(before, sizes, strict=True)]
+    _name_groups(axes, groups, unit)
+
+
+def _name_groups(axes: Axes, groups: Sequence[str], unit: str) -> None:
+    axes.set_yticks(range(len(groups)), groups, fontsize=8)
+    axes.set_ylim(len(groups) - 0.5, -0.5)  # the first group on top
+    axes.set_xlabel(unit, fontsize=9)
+
+
+def _kernels(axes: Axes, rows: Sequence[Row], groups: Sequence[str]) -> None:
+    present = columns(rows)
+    shown = [key for key in NAMES if key in present]
+    bars = {NAMES[key]: (COLOURS[key], [row.get(key) for row in rows]) for key in shown}
+    _bars(axes, groups, bars, "TFLOP/s")
 
 
 def _gemm(axes: Axes, rows: Sequence[Row], kind: str) -> None:
     rows = select(rows, {"kind": kind})
-    groups = [label(r["m"], r["n"], r["k"]) for r in rows]
-    present = columns(rows)
-    shown = [name for name in NAMES if name in present]
-    _grouped_bars(axes, groups, {name: [r.get(name) for r in rows] for name in shown})
+    _kernels(axes, rows, [label(r["m"], r["n"], r["k"]) for r in rows])
     for place, row in enumerate(rows):
         limit = row.get("tensorwise")
         if limit is not None:
             text = "cuBLAS tensorwise (limit)" if place == 0 else "_nolegend_"
-            axes.hlines(limit, place - 0.42, place + 0.42, color="black", linewidth=1.4, label=text)
-    axes.set_ylabel("TFLOP/s")
+            axes.vlines(limit, place - 0.42, place + 0.42, color="black", linewidth=1.4, label=text)
+
+
+def _grouped(axes: Axes, rows: Sequence[Row], kind: str) -> None:
+    rows = select(rows, {"kind": kind, "groups": "ragged"})
+    names = [label_of_experts(r["experts"], r["tokens"], r["n"], r["k"]) for r in rows]
+    _kernels(axes, rows, names)
 
 
 def _linear(axes: Axes, rows: Sequence[Row]) -> None:
-    series = {"eager": "eager_speedup", "CUDA graph": "graph_speedup"}
+    ways = {"eager": ("eager_speedup", OURS[0]), "CUDA graph": ("graph_speedup", OURS[2])}
     if "eager_torchao_speedup" in columns(rows):
-        series["torchao, eager"] = "eager_torchao_speedup"
-    groups = [label(r["m"], r["n"], r["k"]) for r in rows]
-    bars = {name: [r.get(column) for r in rows] for name, column in series.items()}
-    _grouped_bars(axes, groups, bars)
-    axes.axhline(1, color="black", linewidth=1, label="bf16")
-    axes.set_ylabel("speed-up over bf16")
+        ways["torchao, eager"] = "eager_torchao_speedup", COLOURS["torchao"]
+    bars = {
+        name: (colour, [r.get(column) for r in rows]) for name, (column, colour) in ways.items()
+    }
+    _bars(axes, [label(r["m"], r["n"], r["k"]) for r in rows], bars, "speed-up over bf16")
+    axes.axvline(1, color="black", linewidth=1, label="bf16")
+
+
+def _block(axes: Axes, rows: Sequence[Row]) -> None:
+    """Eager and compiled, beside torchao where it was measured."""
+    rows = [row for row in rows if row["variant"] != "bf16"]
+    for at, row in enumerate(rows):
+        tones = ("#ccbb44", "#e6dda2") if row["variant"].startswith("torchao") else OURS[::2]
+        ways = zip(("eager", "compiled"), tones, (-0.2, 0.2), strict=False)
+        for way, colour, beside in ways:
+            speed = row.get(f"{way}_speedup")
+            if speed is not None:
+                axes.barh(at + beside, speed, 0.4, color=colour)
+                axes.text(speed + 0.01, at + beside, f"{way} {speed:.2f}", va="center", fontsize=7)
+    _name_groups(axes, [row["variant"] for row in rows], "speed-up over bf16 in the same mode")
+    axes.axvline(1, color="black", linewidth=1, label="bf16")
 
 
 def _cast(axes: Axes, rows: Sequence[Row]) -> None:
@@ -102,15 +146,16 @@ def _cast(axes: Axes, rows: Sequence[Row]) -> None:
     sizes = sorted({(r["m"], r["k"]) for r in rows}, key=lambda s: -s[0] * s[1])
     share = {(r["op"], r["m"], r["k"]): r["share_of_copy"] * 100 for r in rows}
     ops = list(dict.fromkeys(r["op"] for r in rows))
-    bars = {op: [share.get((op, *size)) for size in sizes] for op in ops}
-    _grouped_bars(axes, [f"{m} x {k}" for m, k in sizes], bars)
-    axes.axhline(100, color="black", linewidth=1.4, label="copy (limit)")
-    axes.set_ylabel("share of the copy bandwidth (%)")
+    bars = {
+        f"{m} x {k}": (colour, [share.get((op, m, k)) for op in ops])
+        for (m, k), colour in zip(sizes, OURS, strict=False)
+    }
+    _bars(axes, ops, bars, "share of the copy bandwidth (%)")
+    axes.axvline(100, color="black", linewidth=1.4, label="copy (limit)")
 
 
 def _memory(axes: Axes, rows: Sequence[Row]) -> None:
-    """One bar a policy and mode: weights at the bottom, saved activations, the rest of the peak."""
-    names = [f"{r['policy']}, {r['mode']}" for r in rows]
+    """One bar a policy: weights first, then saved activations, then the rest of the peak."""
     parts = {
         "weights at rest": [r["weights_mib"] for r in rows],
         "saved activations": [r["saved_mib"] for r in rows],
@@ -118,42 +163,49 @@ def _memory(axes: Axes, rows: Sequence[Row]) -> None:
             r["peak_mib"] - r["weights_mib"] - r["saved_mib"] for r in rows
         ],
     }
-    _stacked(axes, names, parts, 7)
-    axes.set_ylabel("peak of a forward + backward (MiB)")
-
-
-def _grouped(axes: Axes, rows: Sequence[Row], kind: str) -> None:
-    rows = select(rows, {"kind": kind, "groups": "ragged"})
-    groups = [label_of_experts(r["experts"], r["tokens"], r["n"], r["k"]) for r in rows]
-    shown = [name for name in NAMES if name in columns(rows)]
-    _grouped_bars(axes, groups, {name: [r.get(name) for r in rows] for name in shown})
-    axes.set_ylabel("TFLOP/s")
+    _stacked(axes, [r["policy"] for r in rows], parts, "peak of a forward + backward (MiB)")
 
 
 def _experts(axes: Axes, rows: Sequence[Row]) -> None:
-    """One bar a layer and variant: milliseconds of each kind of kernels, on top of each other."""
-    rows = select(rows, {"what": "layer"})
-    names = [f"{r['experts']} x {r['tokens']}, {r['variant']}" for r in rows]
+    """One bar a variant: milliseconds of each kind of kernels, one after the other."""
     kinds = [column for column in columns(rows) if column.endswith("_us")]
     parts = {
         kind.removesuffix("_us").replace("_", " "): [(r.get(kind) or 0.0) / 1e3 for r in rows]
         for kind in kinds
     }
-    _stacked(axes, names, parts, 8)
-    axes.set_ylabel("forward + backward (ms of kernels)")
+    _stacked(axes, [r["variant"] for r in rows], parts, "ms of kernels")
+
+
+def _by_mode(rows: Sequence[Row]) -> dict[str, Sequence[Row]]:
+    return {mode: select(rows, {"mode": mode}) for mode in dict.fromkeys(r["mode"] for r in rows)}
+
+
+def _by_layer(rows: Sequence[Row]) -> dict[str, Sequence[Row]]:
+    """Return the rows of each layer: layers differ tenfold in time, so each has its own scale."""
+    found: dict[str, list[Row]] = {}
+    for row in select(rows, {"what": "layer"}):
+        shape = f"{row['experts']} experts of {row['tokens']} x ({row['hidden']} x {row['dim']})"
+        found.setdefault(shape, []).append(row)
+    return dict(found)
 
 
 PLOTS = (
+    Plot("block_speedup.png", "block", "Llama-8B-shaped blocks, forward + backward", _block),
+    Plot("linear_speedup.png", "linear", "nn.Linear, forward + backward", _linear),
     Plot(
         "gemm_fprop.png",
         "gemm",
         "Forward and data gradient, 1x128 by 128x128",
         partial(_gemm, kind="fprop"),
     ),
-    Plot("gemm_wgrad.png", "gemm", "Weight gradient, 1x128 by 1x128", partial(_gemm, kind="wgrad")),
-    Plot("linear_speedup.png", "linear", "nn.Linear, forward + backward", _linear),
+    Plot(
+        "gemm_wgrad.png",
+        "gemm",
+        "Weight gradient, 1x128 by 128x128",
+        partial(_gemm, kind="square"),
+    ),
     Plot("cast_roofline.png", "cast", "Casts from bf16, transpose, dequantize", _cast),
-    Plot("memory_peak.png", "memory", "Memory of four Llama-8B-shaped blocks by policy", _memory),
+    Plot("memory_peak.png", "memory", "Memory of four Llama-8B-shaped blocks", _memory, _by_mode),
     Plot(
         "grouped_fprop.png",
         "grouped",
@@ -163,10 +215,16 @@ PLOTS = (
     Plot(
         "grouped_wgrad.png",
         "grouped",
-        "Experts, weight gradient, ragged",
-        partial(_grouped, kind="wgrad"),
+        "Experts, weight gradient, ragged groups",
+        partial(_grouped, kind="square"),
     ),
-    Plot("experts_time.png", "experts", "Experts with SwiGLU, forward + backward", _experts),
+    Plot(
+        "experts_time.png",
+        "experts",
+        "Experts with SwiGLU, forward + backward",
+        _experts,
+        _by_layer,
+    ),
 )
 
 
@@ -188,17 +246,27 @@ def draw(source: Path = results.FOLDER, target: Path | None = None) -> list[Path
         if content is None:
             continue
         target.mkdir(parents=True, exist_ok=True)
+        rows = content["rows"]
+        panels = {"": rows} if plot.panels is None else plot.panels(rows)
         # Without pyplot, which would look for a display and keep the figure alive.
-        figure = Figure(figsize=(11, 4.6), layout="constrained")
+        figure = Figure(layout="constrained")
         FigureCanvasAgg(figure)
-        axes = figure.subplots()
-        plot.draw(axes, content["rows"])
+        side_by_side = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
+        for axes, (title, of_panel) in zip(side_by_side, panels.items(), strict=True):
+            plot.draw(axes, of_panel)
+            axes.set_title(title, fontsize=9)
+            axes.grid(axis="x", alpha=0.2)
+            axes.set_axisbelow(True)
+            axes.spines[["top", "right"]].set_visible(False)
+        first = side_by_side[0]
+        bars, groups = len(first.patches), len(first.get_yticks())
+        figure.set_size_inches(9, 1.5 + max(0.11 * bars, 0.27 * groups))
         where = content["environment"]
-        axes.set_title(f"{plot.title} ({where['device']}, {where['date']})", fontsize=11)
-        axes.grid(axis="y", alpha=0.2)
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
-        figure.legend(frameon=False, fontsize=8, ncols=8, loc="outside lower center")
+        figure.suptitle(f"{plot.title} ({where['device']}, {where['date']})", fontsize=11)
+        handles, texts = first.get_legend_handles_labels()
+        figure.legend(
+            handles, texts, frameon=False, fontsize=8, ncols=4, loc="outside lower center"
+        )
         figure.savefig(target / plot.file, format="png", dpi=130)
         written.append(target / plot.file)
     return written

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import importlib.metadata
 import json
 import math
 import os
@@ -53,6 +54,7 @@ def environment(name: str) -> dict[str, str]:
     except ImportError:
         triton = "absent"
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor()
+    peers = {d.name: d.version for d in importlib.metadata.distributions() if d.name == "torchao"}
     return {
         "device": device or platform.machine(),
         "torch": torch.__version__,
@@ -61,6 +63,7 @@ def environment(name: str) -> dict[str, str]:
         "date": datetime.date.today().isoformat(),
         "cuda": torch.version.cuda or "absent",
         "command": command(name),
+        **peers,
     }
 
 

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from . import page_models, page_ops, results
-from .page_parts import Content, wrapped
+from .page_parts import Content, folded, wrapped
 
 ROOT = Path(__file__).parent.parent
 START, END = "<!-- results: python -m benchmarks page -->", "<!-- end of results -->"
 
 
 def _of(card: str, lines: list[str]) -> list[str]:
-    """The lines about a result of a card, without links to plots unless it is the first card."""
+    """The lines about a result of a card; folded and without plots unless it is the first card."""
     if card == results.CARDS[0]:
         return lines
     images = [i for i, line in enumerate(lines) if line.startswith("![")]
-    return [line for i, line in enumerate(lines) if i not in images and i - 1 not in images]
+    lines = [line for i, line in enumerate(lines) if i not in images and i - 1 not in images]
+    return folded(f"On an {card.upper()}", lines)
 
 
 Section = Callable[[Content, Path], list[str]]
@@ -33,11 +34,13 @@ class Page:
         path: of the file.
         sections: by the name of their result, in the order of the page.
         cards: whose results the page shows.
+        headings: by the name of the result that begins a chapter.
     """
 
     path: Path
     sections: dict[str, Section]
     cards: Sequence[str] = results.CARDS
+    headings: Mapping[str, str] = field(default_factory=dict)
 
     def render(self, folder: Path = results.FOLDER) -> str:
         """The generated part, marks included. A result that is not on disk has no section.
@@ -45,11 +48,16 @@ class Page:
         Where several cards have a result, their sections follow each other; plots are those of the
         first card.
         """
-        parts = []
+        parts: list[str] = []
+        heading = ""
         for name, section in self.sections.items():
+            heading = self.headings.get(name, heading)
             for card in self.cards:
                 content = results.load(name, results.of_card(card, folder))
                 if content is not None:
+                    if heading:
+                        parts.append(f"## {heading}")
+                        heading = ""
                     lines = section(content, self.path)
                     parts.append("\n".join(map(wrapped, _of(card, lines))))
         return "\n\n".join([START, *parts, END])
@@ -92,12 +100,22 @@ RESULTS = Page(
         "train_lm": page_models.training,
         "train_moe": page_models.training,
     },
+    headings={
+        "linear": "Linear layers",
+        "block": "Transformer blocks",
+        "hf_llama": "Whole models",
+        "experts": "Experts",
+        "fsdp2": "Several GPUs",
+        "gemm": "Kernels",
+        "host": "Host time",
+        "train_lm": "Losses of the demos",
+    },
 )
 README = Page(
     ROOT / "README.md",
     {
-        "linear": page_ops.linear,
-        "block": page_models.block_in_brief,
+        "block": page_models.block_on_cards,
+        "linear": page_ops.linear_in_brief,
         "experts": page_models.experts_in_brief,
         "fsdp2": page_models.fsdp2_in_brief,
     },

@@ -93,6 +93,17 @@ def interval(difference: Difference) -> str:
     return f"{difference.mean:+.2f}% ± {difference.half_width:.2f}%, {seeds} seeds"
 
 
+COLOURS = {
+    "bf16": "#666666",
+    "bf16_moved": "#bbbbbb",
+    "fp8_128x128": "#ee6677",
+    "fp8_1x128": "#4477aa",
+    "fp8_power_of_two": "#ccbb44",
+    "fp8_high_precision": "#228833",
+}
+"""Red is the default of the library, in every figure."""
+
+
 def draw_differences(found: Mapping[str, Sequence[Difference]], path: Path) -> None:
     """Draw every paired difference, the means and their intervals."""
     figure = Figure(figsize=(9, 1 + 0.5 * sum(map(len, found.values()))), layout="constrained")
@@ -102,12 +113,14 @@ def draw_differences(found: Mapping[str, Sequence[Difference]], path: Path) -> N
         for difference in each:
             y = -len(labels)
             labels.append(f"{difference.variant}, {model}")
-            axes.plot([*difference.by_seed.values()], [y] * len(difference.by_seed), "o", alpha=0.4)
+            places = [y] * len(difference.by_seed)
+            colour = COLOURS.get(difference.variant, "black")
+            axes.plot([*difference.by_seed.values()], places, "o", color=colour, alpha=0.6)
             if len(difference.by_seed) > 1:
                 axes.errorbar(difference.mean, y, xerr=difference.half_width, fmt="k|", capsize=4)
     axes.axvline(0, color="gray", linewidth=0.8)
     axes.set_yticks([-i for i in range(len(labels))], labels)
-    axes.set_xlabel("held-out loss against bf16 of the same seed, %")
+    axes.set_xlabel("held-out loss against bf16 of the same seed, %: seeds, mean and 95% interval")
     figure.savefig(path, dpi=120)
 
 
@@ -115,20 +128,21 @@ def draw_curves(results: Mapping[str, Result], model: str, path: Path) -> None:
     """Draw the training loss of the runs of one model, and the difference to bf16."""
     figure = Figure(figsize=(9, 7), layout="constrained")
     losses, parts = figure.subplots(2, 1, sharex=True)
-    colors: dict[str, str] = {}
+    named: set[str] = set()
     for name, result in results.items():
         kind, _, rest = name.partition("_")
         variant, _, seed = rest.rpartition("_")
         reference = results.get(f"{model}_bf16_{seed}")
         if kind != model or reference is None:
             continue
-        label = None if variant in colors else variant
-        color = colors.setdefault(variant, f"C{len(colors)}")
-        losses.plot(smooth(result["loss"], SMOOTHED), color, linewidth=0.6)
+        colour = COLOURS.get(variant, "black")
+        losses.plot(smooth(result["loss"], SMOOTHED), colour, linewidth=0.6)
         if reference is not result:
             pairs = zip(result["loss"], reference["loss"], strict=True)
             difference = smooth([100 * (a / b - 1) for a, b in pairs], SMOOTHED)
-            parts.plot(difference, color, label=label, linewidth=0.8)
+            label = None if variant in named else variant
+            named.add(variant)
+            parts.plot(difference, colour, label=label, linewidth=0.8)
     parts.legend()
     losses.set_ylabel(f"training loss, mean of {SMOOTHED} steps")
     parts.axhline(0, color="gray", linewidth=0.8)

@@ -90,7 +90,7 @@ def means(results: Sequence[Result]) -> list[str]:
 
 
 def draw(results: Sequence[Result], path: Path) -> None:
-    """Losses and norms of gradients, and the differences to bf16, raw and smoothed."""
+    """Losses and norms of gradients, and the smoothed differences to bf16."""
     figure = Figure(figsize=(9, 10), layout="constrained")
     losses, differences, norms = figure.subplots(3, 1, sharex=True)
     for result in results:
@@ -102,13 +102,11 @@ def draw(results: Sequence[Result], path: Path) -> None:
             continue
         pairs = zip(result["loss"], reference["loss"], strict=True)
         difference = [(a / b - 1) * 100 for a, b in pairs]
-        differences.plot(difference, color=line.get_color(), linewidth=0.3, alpha=0.3)
         differences.plot(smooth(difference, SMOOTHED), color=line.get_color())
     losses.set_ylabel(f"training loss, mean of {SMOOTHED} steps")
     losses.legend()
     differences.axhline(0, color="gray", linewidth=0.8)
-    differences.set_ylim(-2, 2)
-    differences.set_ylabel("loss against bf16, %")
+    differences.set_ylabel(f"loss against bf16, %, mean of {SMOOTHED} steps")
     norms.set_yscale("log")
     norms.set_ylabel("norm of the gradient")
     norms.set_xlabel("step")

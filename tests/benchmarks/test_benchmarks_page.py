@@ -76,12 +76,36 @@ def test_plots_are_linked_once_they_are_drawn(
     monkeypatch.setattr(plots, "FOLDER", tmp_path / "docs" / "plots")
     folder = "docs/plots" if page is README else "plots"
     copy = replace(page, path=tmp_path / page.path.relative_to(results_page.ROOT))
-    results.write("linear", [], tmp_path)
+    results.write("block", MEASURED["block"], tmp_path)
     assert "![" not in copy.render(tmp_path)
     plots.FOLDER.mkdir(parents=True)
-    (plots.FOLDER / "linear_speedup.png").touch()
-    link = f"![speed-up of linear layers]({folder}/linear_speedup.png)"
+    (plots.FOLDER / "block_speedup.png").touch()
+    link = f"![speed-up of Llama blocks]({folder}/block_speedup.png)"
     assert link in copy.render(tmp_path).splitlines()
+
+
+def test_long_tables_and_other_cards_are_folded(tmp_path: Path) -> None:
+    variants: list[Row] = [{**MEASURED["block"][0], "variant": f"fp8, {i}"} for i in range(10)]
+    for card, rows in (("h200", variants), ("h100", MEASURED["block"])):
+        results.write("block", rows, results.of_card(card, tmp_path))
+    lines = RESULTS.render(tmp_path).splitlines()
+    assert lines[2] == "## Transformer blocks"
+    unfolded = [
+        f'<details markdown="1"><summary>{what}</summary>' for what in ("4 more rows", "On an H100")
+    ]
+    assert [line for line in lines if line.startswith("<details")] == unfolded
+    places = [
+        next(i for i, line in enumerate(lines) if text in line)
+        for text in (
+            "| fp8, 5 |",
+            unfolded[0],
+            "| fp8, 6 |",
+            "</details>",
+            unfolded[1],
+            "torchao rowwise",
+        )
+    ]
+    assert places == sorted(places)
 
 
 @pytest.mark.usefixtures("no_plots")
@@ -142,11 +166,25 @@ def test_results_of_a_card_have_a_folder(
 
 SHAPE = {"m": 4096, "n": 2048, "k": 2048}
 GROUPS = {"experts": 4, "tokens": 512, "n": 8, "k": 16, "dense": 1200.0, "bf16": 600.0}
-LAYER = {"what": "layer", "experts": 8, "tokens": 64}
+LAYER = {"what": "layer", "experts": 8, "tokens": 64, "hidden": 16, "dim": 32}
 MEASURED: dict[str, list[Row]] = {
+    "block": [
+        {
+            "variant": v,
+            "layers": 4,
+            "tokens": 64,
+            **{
+                f"{m}_{k}": x
+                for m in ("eager", "compiled")
+                for k, x in (("ms", 1.0), ("speedup", speed))
+            },
+        }
+        for v, speed in (("bf16", 1.0), ("fp8", 1.5), ("torchao rowwise", 1.25))
+    ],
     "gemm": [
         {**SHAPE, "kind": "fprop", "blocktensor": 1050.0, "cublas": 930.0, "tensorwise": 1120.0},
-        {**SHAPE, "kind": "wgrad", "blocktensor": 930.0, "cublas": None, "deepgemm": 900.0},
+        {**SHAPE, "kind": "square", "blocktensor": 930.0, "cublas": None, "deepgemm": 900.0},
+        {**SHAPE, "kind": "wgrad", "blocktensor": 700.0},
     ],
     "linear": [{**SHAPE, "eager_speedup": 0.8, "graph_speedup": 1.0}],
     "cast": [
@@ -161,8 +199,8 @@ MEASURED: dict[str, list[Row]] = {
     "grouped": [
         {**GROUPS, "kind": "fprop", "groups": "ragged", "blocktensor": 1100.0},
         {**GROUPS, "kind": "fprop", "groups": "aligned", "blocktensor": 1150.0},
-        {**GROUPS, "kind": "wgrad", "groups": "ragged", "blocktensor": 900.0},
-        {**GROUPS, "kind": "wgrad", "groups": "aligned", "blocktensor": 950.0},
+        {**GROUPS, "kind": "square", "groups": "ragged", "blocktensor": 900.0},
+        {**GROUPS, "kind": "square", "groups": "aligned", "blocktensor": 950.0},
         {**GROUPS, "kind": "cast", "groups": "ragged", "blocktensor": 3000.0},
     ],
     "experts": [
@@ -196,8 +234,9 @@ def test_every_plot_is_drawn(source: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "heights"),
+    ("file", "lengths"),
     [
+        ("block_speedup", [1.5, 1.5, 1.25, 1.25]),
         ("gemm_fprop", [1050.0, 930.0]),
         ("gemm_wgrad", [930.0, 900.0]),  # a kernel without a number has no bar
         ("cast_roofline", [50.0, 40.0]),  # not from fp32
@@ -206,18 +245,21 @@ def test_every_plot_is_drawn(source: Path, tmp_path: Path) -> None:
         ("experts_time", [3.0, 2.0, 0.5, 0.25]),  # layers alone
     ],
 )
-def test_bars(file: str, heights: list[float]) -> None:
+def test_bars(file: str, lengths: list[float]) -> None:
     axes: Any = pytest.importorskip("matplotlib.figure").Figure().subplots()
     (plot,) = (plot for plot in plots.PLOTS if plot.file == f"{file}.png")
-    plot.draw(axes, MEASURED[plot.result])
-    assert [bar.get_height() for bar in axes.patches] == heights
+    rows = MEASURED[plot.result]
+    if plot.panels is not None:
+        (rows,) = map(list, plot.panels(rows).values())
+    plot.draw(axes, rows)
+    assert [bar.get_width() for bar in axes.patches] == lengths
     if file == "gemm_fprop":
         (line,) = axes.collections
-        assert [y for _, y in line.get_segments()[0]] == [1120.0, 1120.0], "the limit"
+        assert [x for x, _ in line.get_segments()[0]] == [1120.0, 1120.0], "the limit"
     if file == "experts_time":
-        assert [bar.get_y() for bar in axes.patches] == [0.0, 0.0, 3.0, 2.0], "on each other"
+        assert [bar.get_x() for bar in axes.patches] == [0.0, 0.0, 3.0, 2.0], "one after the other"
     if file == "grouped_wgrad":
-        assert [text.get_text() for text in axes.get_xticklabels()] == ["4: 512 x (8 x 16)"]
+        assert [text.get_text() for text in axes.get_yticklabels()] == ["4: 512 x (8 x 16)"]
 
 
 def test_missing_results_are_named_and_the_rest_is_drawn(
@@ -230,8 +272,7 @@ def test_missing_results_are_named_and_the_rest_is_drawn(
     monkeypatch.setattr(plots, "FOLDER", tmp_path / "plots")
     assert cli.main(["plot", "--out", str(source)]) == 0
     shown = capsys.readouterr().out.splitlines()
-    drawn = ["linear_speedup.png", "cast_roofline.png", "memory_peak.png"]
-    drawn += ["grouped_fprop.png", "grouped_wgrad.png", "experts_time.png"]
-    assert [Path(line.removeprefix("drawn: ")).name for line in shown[:6]] == drawn
-    assert shown[6:] == ["gemm.json is missing: python -m benchmarks gemm"]
+    drawn = [plot.file for plot in plots.PLOTS if plot.result != "gemm"]
+    assert [Path(line.removeprefix("drawn: ")).name for line in shown[:-1]] == drawn
+    assert shown[-1:] == ["gemm.json is missing: python -m benchmarks gemm"]
     assert sorted(p.name for p in (tmp_path / "plots").iterdir()) == sorted(drawn)
