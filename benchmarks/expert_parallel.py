@@ -1,4 +1,4 @@
-"""DeepSeek-16B-shaped blocks whose experts lie on several GPUs; tokens sent in bf16 and FP8.
+"""DeepSeek-16B-shaped blocks whose experts lie on several GPUs; tokens are sent in bf16.
 
 This is one rank: torchrun runs it, rank 0 writes the rows.
 """
@@ -17,8 +17,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import blocktensor as bt
-from blocktensor.distributed import all_to_all_fp8
-from blocktensor.sharding.all_to_all import Gradient
 
 from . import llama
 from .experts import GroupedExperts
@@ -35,15 +33,11 @@ VARIANTS = (
     "fp8",
     "fp8, fused",
     "fp8, fused, wgrad_input=1x128",
-    "fp8, fused, tokens sent in fp8",
-    "fp8, fused, tokens and gradients sent in fp8",
     "bf16, gathered",
     "fp8, fused, gathered",
 )
 LAYERS = 4
 SEQUENCE = 4096
-SENT_RECIPE = bt.Recipe(scale="power_of_two")
-"""The recipe of tokens that are sent in FP8: a second rounding changes them hardly at all."""
 
 
 @dataclass(frozen=True)
@@ -80,11 +74,9 @@ class Route(NamedTuple):
 class Routed(nn.Module):
     """Routed experts, of which each rank holds a part, or all where there is no group."""
 
-    def __init__(
-        self, shape: Shape, group: dist.ProcessGroup | None, sent: Gradient | None
-    ) -> None:
+    def __init__(self, shape: Shape, group: dist.ProcessGroup | None) -> None:
         super().__init__()
-        self.shape, self.group, self.sent = shape, group, sent
+        self.shape, self.group = shape, group
         self.ranks = 1 if group is None else group.size()
         self.router = nn.Linear(shape.dense.dim, shape.experts, bias=False)
         count = shape.experts // self.ranks
@@ -107,8 +99,8 @@ class Routed(nn.Module):
 
     def forward(self, x: Tensor, route: Route) -> Tensor:
         """``x[tokens, dim]``."""
-        recipe, back = SENT_RECIPE if self.sent else None, inverse(route.order)
-        rows = rows_of_tokens(x, route.order, back, self.shape.top_k, recipe)
+        back = inverse(route.order)
+        rows = rows_of_tokens(x, route.order, back, self.shape.top_k)
         if self.group is None:
             y = self._computed(rows, route.ends)
         else:
@@ -127,11 +119,7 @@ class Routed(nn.Module):
         expert = expert.repeat_interleave(route.arriving.flatten(), output_size=sum(taken))
         order = expert.argsort(stable=True)
         back = inverse(order)
-        if self.sent is None:
-            arrived = all_to_all_single_autograd(rows, taken, given, group)
-        else:
-            recipe, gradient = SENT_RECIPE, self.sent
-            arrived = all_to_all_fp8(rows, taken, given, group, recipe=recipe, gradient=gradient)
+        arrived = all_to_all_single_autograd(rows, taken, given, group)
         ends = route.arriving.sum(0).cumsum(0, dtype=torch.int32)
         y = permuted(self._computed(permuted(arrived, order, back), ends), back, order)
         sent_back: Tensor = all_to_all_single_autograd(y, given, taken, group)
@@ -141,12 +129,10 @@ class Routed(nn.Module):
 class Mixed(nn.Module):
     """A shared expert beside the routed ones."""
 
-    def __init__(
-        self, shape: Shape, group: dist.ProcessGroup | None, sent: Gradient | None
-    ) -> None:
+    def __init__(self, shape: Shape, group: dist.ProcessGroup | None) -> None:
         super().__init__()
         self.shared = MLP(shape.dense)
-        self.routed = Routed(shape, group, sent)
+        self.routed = Routed(shape, group)
 
     def forward(self, x: Tensor) -> Tensor:
         """``x[batch, time, dim]``."""
@@ -161,22 +147,18 @@ def variant(name: str, shape: Shape, layers: int, mesh: DeviceMesh) -> nn.Module
     """Blocks as the variant has them, of the same values on every rank."""
     is_gathered = "gathered" in name
     group = None if is_gathered else mesh.get_group()
-    sent: Gradient | None = None
-    if "sent" in name:
-        sent = "fp8" if "gradients" in name else "high_precision"
     torch.manual_seed(0)
     blocks: list[Block] = []
     with torch.device(mesh.device_type):
         for _ in range(layers):
             block = Block(shape.dense)
-            block.mlp = Mixed(shape, group, sent)  # type: ignore[assignment]
+            block.mlp = Mixed(shape, group)  # type: ignore[assignment]
             blocks.append(block)
     model = nn.Sequential(*blocks)
     if not is_gathered:  # those are fp32, of which FSDP gathers bf16 or e4m3
         model.bfloat16()
     if name.startswith("fp8"):
-        recipe = SENT_RECIPE if sent else recipe_of(name)
-        bt.convert(model, recipe, skip=["*.router"], skip_small=False)
+        bt.convert(model, recipe_of(name), skip=["*.router"], skip_small=False)
     if "fused" in name:
         bt.fuse(model)
     if is_gathered:

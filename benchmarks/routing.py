@@ -11,23 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import blocktensor as bt
-
 
 def inverse(order: Tensor) -> Tensor:
     """Return the inverse of a permutation."""
     return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
 
 
-def rows_of_tokens(
-    x: Tensor, order: Tensor, back: Tensor, top_k: int, recipe: bt.Recipe | None
-) -> Tensor:
-    """``top_k`` rows of each token of ``x[tokens, dim]`` in this order; cast before, by a recipe.
+def rows_of_tokens(x: Tensor, order: Tensor, back: Tensor, top_k: int) -> Tensor:
+    """``top_k`` rows of each token of ``x[tokens, dim]`` in this order.
 
     ``order[tokens * top_k]`` is a permutation of the rows that follow each other for each token,
     and ``back`` its inverse.
     """
-    rows: Tensor = _RowsOfTokens.apply(x, order, back, top_k, recipe)
+    rows: Tensor = _RowsOfTokens.apply(x, order, back, top_k)
     return rows
 
 
@@ -95,19 +91,15 @@ def _combine_backward(
 
 class _RowsOfTokens(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, order: Tensor, back: Tensor, top_k: int, recipe: bt.Recipe | None
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, order: Tensor, back: Tensor, top_k: int) -> Tensor:
         ctx.save_for_backward(back)
         ctx.top_k = top_k
-        if recipe is not None:
-            x = bt.BlockwiseFP8Tensor.from_values(x, recipe=recipe, columnwise=False)
         return x.index_select(0, order // top_k)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (back,) = ctx.saved_tensors
-        return _sum_of_rows(grads[0], back, ctx.top_k), None, None, None, None
+        return _sum_of_rows(grads[0], back, ctx.top_k), None, None, None
 
 
 class _Permuted(torch.autograd.Function):

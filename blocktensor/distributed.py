@@ -3,8 +3,6 @@
 ``fully_shard`` (FSDP2) gathers FP8 weights as they are. :class:`ColwiseParallel`,
 :class:`RowwiseParallel` and :class:`PrepareModuleInput` are styles for ``parallelize_module``.
 
-:func:`all_to_all_fp8` sends tokens to experts on other ranks in FP8.
-
 Public: the names below. Their modules, ``sharding`` and ``tensor_parallel``, are internal.
 """
 
@@ -13,7 +11,6 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .sharding.all_to_all import all_to_all_fp8
 from .sharding.fsdp.amax_table import precompute_block_amax
 from .sharding.fsdp.shards import FP8Shard, FrozenShard
 
@@ -27,7 +24,6 @@ __all__ = [
     "FrozenShard",
     "PrepareModuleInput",
     "RowwiseParallel",
-    "all_to_all_fp8",
     "precompute_block_amax",
 ]
 

@@ -251,9 +251,7 @@ def grouped_linear(
 
     Args:
         x: ``[T, K]`` bf16, fp16 or fp32, sorted by expert. ``blocktensor.quantize(x)`` serves
-            weights that need no gradient; a tensor that holds its rowwise form alone, as
-            :func:`blocktensor.distributed.all_to_all_fp8` returns it, serves all, and is cast again
-            for the gradient of the weight.
+            weights that need no gradient.
         w: ``[E, N, K]``, of x's dtype (any, under autocast); ``w.transpose(1, 2)`` of a stack
             ``[E, K, N]``, at no cost.
         offs: int32 ``[E]`` on the device of ``x``, the row after the last of each group:

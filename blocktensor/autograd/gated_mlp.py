@@ -137,7 +137,7 @@ class _GatedMLP(FP8Function):
                                                    bias_up, bias_down)]  # fmt: skip
         if plan.gate.casts_x:
             x = x.to(plan.gate.out_dtype)
-        x_row, x_col = product.input_forms(x, plan.gate.format, plan.x_columnwise)
+        x_row, x_col = product.forms(x, plan.gate.format, plan.x_columnwise)
         w_row, gate_saved, of_gate = product.weight(w_gate, plan.gate)
         gate = product.fprop(x_row, w_row, bias_gate, plan.gate)
         up: Tensor | None = None

@@ -136,7 +136,7 @@ def refuse_prepared(x: BlockwiseFP8Tensor) -> None:
 def _caster(offs: Tensor | None) -> Callable[[Plan, Tensor], tuple[Tensor, ...]]:
     def cast(plan: Plan, x: Tensor) -> tuple[Tensor, ...]:
         """Return data and scale of the rowwise form of x and, if wgrad reads it, the columnwise."""
-        row, col = product_of(offs).input_forms(x, plan.format, plan.x_columnwise)
+        row, col = product_of(offs).forms(x, plan.format, plan.x_columnwise)
         assert row is not None
         return *row[:2], *(() if col is None else col[:2])
 

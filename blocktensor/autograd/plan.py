@@ -291,8 +291,13 @@ def _checked_output_dtype(
     _refuse_export(w)
     _check_blocks(x, w, recipe)
     if isinstance(x, BlockwiseFP8Tensor) and torch.is_grad_enabled() and w.requires_grad:
-        check = _check_wgrad_input if offs is None else _check_grouped_wgrad_input
-        check(x, recipe)
+        if offs is not None:
+            raise ValueError(
+                "the input of a grouped FP8 linear is FP8 already, and its columnwise blocks, "
+                "which the gradient of the weight needs, ignore the groups: pass the "
+                "high-precision tensor; share_inputs(model) casts it once for several weights"
+            )
+        _check_wgrad_input(x, recipe)
     autocast = autocast_dtype(x)
     if autocast is not None:
         return autocast
@@ -354,19 +359,3 @@ def _check_wgrad_input(x: BlockwiseFP8Tensor, recipe: Recipe) -> None:
         f"the input, which is FP8 already, {held}; cast it with one recipe, e.g. "
         f"blocktensor.quantize(x, recipe=weight.recipe)"
     )
-
-
-def _check_grouped_wgrad_input(x: BlockwiseFP8Tensor, recipe: Recipe) -> None:
-    """Check that ``x`` is rowwise alone, as ``all_to_all_fp8`` returns it: wgrad casts it again."""
-    if x.serves_wgrad:
-        raise ValueError(
-            "the input of a grouped FP8 linear is FP8 already, and its columnwise blocks, which "
-            "the gradient of the weight needs, ignore the groups: pass the high-precision tensor; "
-            "share_inputs(model) casts it once for several weights"
-        )
-    if recipe.wgrad_input_format is None:
-        raise ValueError(
-            "the gradient of the weight has wgrad_input='high_precision', and the input of the "
-            "grouped FP8 linear is FP8 alone: dispatch it in high precision, or convert with "
-            "another recipe"
-        )

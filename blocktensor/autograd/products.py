@@ -53,12 +53,8 @@ class Dense:
 
     def input(self, x: Tensor, plan: Plan) -> tuple[Any, Saved]:
         """Return the rowwise form of x for :meth:`fprop`, and what to save of x."""
-        x_row, x_col = self.input_forms(x, plan.format, plan.x_columnwise)
+        x_row, x_col = self.forms(x, plan.format, plan.x_columnwise)
         return x_row, saved_of(x, x_col, plan)
-
-    def input_forms(self, x: Tensor, rowwise: BlockFormat, columnwise: BlockFormat | None) -> Forms:
-        """Return the forms of x, cast now unless it is FP8 already."""
-        return self.forms(x, rowwise, columnwise)
 
     weight: Callable[[Tensor, Plan], WeightRead] = staticmethod(read_weight)
     """Read the weight; see :func:`~.saved_weight.read_weight`."""
@@ -157,17 +153,6 @@ class Grouped(Dense):
     def __init__(self, offs: Tensor) -> None:
         """Multiply groups of rows that end at ``offs``, int32 ``[E]``."""
         self.offs = offs
-
-    def input_forms(self, x: Tensor, rowwise: BlockFormat, columnwise: BlockFormat | None) -> Forms:
-        """Return the forms of x.
-
-        Rows that are FP8 already, as ``all_to_all_fp8`` returns them, have no columnwise form,
-        whose blocks lie along the tokens of a group: it is cast from their values, which rounds
-        them again.
-        """
-        if isinstance(x, BlockwiseFP8Tensor) and columnwise is not None:
-            return x.rowwise(), quantize_grouped_columnwise(x.dequantize(), self.offs, columnwise)
-        return self.forms(x, rowwise, columnwise)
 
     def forms(
         self, x: Tensor, rowwise: BlockFormat | None, columnwise: BlockFormat | None

@@ -222,11 +222,6 @@ class BlockwiseFP8Tensor(FP8Base):
         row, col = self.rowwise_format, self.columnwise_format
         return row if row.rows <= col.rows else col
 
-    @property
-    def serves_wgrad(self) -> bool:
-        """True if it holds what the gradient of a weight reads of an activation."""
-        return self.columnwise_data is not None or self.source is not None
-
     def unchanged_source(self) -> Tensor:
         """Return the tensor that it was cast from.
 

@@ -182,5 +182,3 @@ def test_expert_parallel_variants_compute_alike(world: int, device: str) -> None
                 assert 0 < error < 0.15, (name, parameter)
     for parameter, grad in computed["fp8, fused"].items():
         assert_same(grad, computed["fp8"][parameter])
-    sent = "fp8, fused, tokens sent in fp8", "fp8, fused, tokens and gradients sent in fp8"
-    assert not torch.equal(*(computed[name]["0.q.weight"] for name in sent))

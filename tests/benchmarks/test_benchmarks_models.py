@@ -14,10 +14,8 @@ from benchmarks.llama import Shape, stack, step
 from benchmarks.routing import combined, inverse, on_host, permuted, rows_of_tokens
 from benchmarks.timing import Call
 from blocktensor import (
-    BlockwiseFP8Tensor,
     BlockwiseFP8Weight,
     MinSizes,
-    Recipe,
     convert,
     share_inputs,
     to_blockwise_fp8_weights,
@@ -26,7 +24,6 @@ from tests.support.compiling import assert_as_eager, fresh, graphs
 from tests.support.mlps import fused_in
 from tests.support.models import randn
 from tests.support.norms import fused_norms
-from tests.support.numeric import assert_same
 
 TINY = Shape(dim=64, hidden=160, heads=4, kv_heads=2)
 SHARD = Shape(dim=256, hidden=1024, heads=16, kv_heads=8)
@@ -313,24 +310,12 @@ def test_rows_and_their_way_back() -> None:
     wanted = found.detach().clone().requires_grad_()
     grad = torch.randn(ROUTED * TOP_K, DIM)
 
-    rows = rows_of_tokens(found, order, back, TOP_K, None)
+    rows = rows_of_tokens(found, order, back, TOP_K)
     assert torch.equal(rows, wanted[order // TOP_K])
     permuted(rows, back, order).backward(grad)
     wanted[order // TOP_K][back].backward(grad)
     torch.testing.assert_close(found.grad, wanted.grad)
     assert torch.equal(permuted(rows, back, order), found.repeat_interleave(TOP_K, 0))
-
-
-def test_rows_that_are_cast_before_they_are_picked() -> None:
-    recipe, order = Recipe(scale="power_of_two"), torch.randperm(ROUTED * TOP_K)
-    x = torch.randn(ROUTED, DIM, dtype=torch.bfloat16).requires_grad_()
-    rows = rows_of_tokens(x, order, inverse(order), TOP_K, recipe)
-    assert isinstance(rows, BlockwiseFP8Tensor)
-    wanted = BlockwiseFP8Tensor.from_values(x[order // TOP_K].detach(), recipe=recipe)
-    assert_same(rows.dequantize(), wanted.dequantize())
-    picked = permuted(rows, inverse(order), order)
-    picked.backward(torch.ones(ROUTED * TOP_K, DIM, dtype=torch.bfloat16))
-    assert x.grad is not None and torch.equal(x.grad, torch.full_like(x, TOP_K))
 
 
 def test_the_weighted_sum_of_a_tokens_rows() -> None:

@@ -331,20 +331,6 @@ def test_gate_and_up_share_one_cast_and_keep_their_bits(wgrad_input: Any) -> Non
     assert report.casts == 6
 
 
-def test_rows_that_are_fp8_already_are_cast_again_once() -> None:
-    alone, module = experts(), experts()
-    report = share_inputs(module)
-    rows = BlockwiseFP8Tensor.from_values(TOKENS.detach(), columnwise=False)
-    for turn in range(1, 3):
-        made = []
-        for each in (alone, module):
-            each.zero_grad()
-            each(rows, SIZES).backward(randn(140, 128, seed=9))
-            made.append([p.grad for p in each.parameters()])
-        assert_bits(*made)
-        assert (report.casts, report.saved) == (2 * turn, turn)
-
-
 @pytest.mark.parametrize("other", ["1x128", "high_precision"])
 def test_stacks_of_other_recipes_cast_for_themselves(other: Any) -> None:
     alone, module = experts(), experts()

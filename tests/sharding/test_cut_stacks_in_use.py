@@ -11,12 +11,14 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import blocktensor
 from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, Recipe, convert, freeze, unfreeze
+from tests.support import compiling
+from tests.support.compiling import assert_as_eager, instantiates
 from tests.support.expert_parallel import converted, cut, experts_of, local_values, step_of
 from tests.support.models import randn
 from tests.support.ranks import on_ranks, shared_mesh
@@ -213,6 +215,15 @@ def test_no_write_to_a_cut_stack_leaves_its_cast_stale(mesh: DeviceMesh) -> None
     scale(2, model.w1_EFD)
     with pytest.raises(RuntimeError, match="modified by an in-place operation between a forward"):
         y.sum().backward()
+
+
+@instantiates
+@pytest.mark.usefixtures("group")
+def test_compiled_experts() -> None:
+    experts: Any = cut(fresh(3), init_device_mesh("cpu", (1,)))
+    sizes = torch.tensor([20, 0, 13])
+    with compiling.fresh():
+        assert_as_eager(lambda x: experts(x, sizes), randn(33, K), of=[experts])
 
 
 @pytest.mark.filterwarnings("ignore:While redistributing")

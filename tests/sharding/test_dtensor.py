@@ -21,7 +21,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, functional, quantize
-from blocktensor.distributed import all_to_all_fp8
 from blocktensor.ops.formats import BLOCKS_128X128
 from blocktensor.sharding.dtensor import check_cuts
 from tests.support.models import complaint, linear, randn
@@ -67,7 +66,6 @@ CALLS: dict[str, Callable[[Operands], Any]] = {
     "grouped_mm": lambda o: F.grouped_mm(o.d, o.stack.mT, offs=o.offs),
     "loss": lambda o: functional.linear_cross_entropy(o.d, o.w, o.target),
     "target": lambda o: functional.linear_cross_entropy(o.x, o.w, o.as_dtensor(o.target)),
-    "all_to_all": lambda o: all_to_all_fp8(o.d, None, None, dist.group.WORLD),  # type: ignore[arg-type]
 }
 
 

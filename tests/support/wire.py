@@ -20,14 +20,13 @@ class Traffic(NamedTuple):
 
 
 class Wire(TorchDispatchMode):
-    """Every tensor that is gathered, all-reduced, cut and sent to be added, or exchanged."""
+    """Every tensor that is gathered, all-reduced, or cut and sent to be added."""
 
     def __init__(self) -> None:
         super().__init__()
         self.gathered: list[Tensor] = []
         self.reduced: list[Tensor] = []
         self.scattered: list[Tensor] = []
-        self.exchanged: list[Tensor] = []
         self.collectives: list[tuple[str, int]] = []
         """Names of functional collectives, and the bytes that this rank brings to each."""
 
@@ -46,7 +45,6 @@ class Wire(TorchDispatchMode):
                 ("gather", self.gathered),
                 ("all_reduce", self.reduced),
                 ("reduce_scatter_tensor", self.scattered),
-                ("all_to_all", self.exchanged),
             ):
                 seen += sent if part in name else []
         return func(*args, **(kwargs or {}))

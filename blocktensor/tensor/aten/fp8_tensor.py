@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...ops import checks
 from ...ops.formats import Quantized
-from ...ops.scale_layouts import copy_data_, empty_quantized, laid_out
+from ...ops.scale_layouts import copy_data_, empty_quantized
 from ..base import implements, only_dtype, view_of_its_kind
 from ..compat.callers import converts_a_model
 from ..compat.sent_frozen import Bucket
@@ -190,38 +190,11 @@ def _copy_(func: Any, x: Tensor, source: Tensor, non_blocking: bool = False) -> 
     return x
 
 
-@implements(ATEN_OPS, aten.gather.default)
+@implements(ATEN_OPS, aten.gather.default, aten.index.Tensor, aten.index_select.default)
 def _picked(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     if isinstance(x, BlockwiseFP8Tensor) and x.format.transposes and x.ndim > 2:
         refuse_to_pick(func, x, ".dequantize()")
     refuse(func)
-
-
-@implements(ATEN_OPS, aten.index.Tensor, aten.index_select.default)
-def _picked_rows(func: Any, x: Tensor, *args: Any) -> Tensor:
-    """Return rows of tokens in blocks of one row, with their scales."""
-    is_matrix = isinstance(x, BlockwiseFP8Tensor) and x.format.rows == 1 and x.ndim == 2
-    if not (is_matrix and _is_of_rows(*args)):
-        _picked(func, x, *args)
-    assert isinstance(x, BlockwiseFP8Tensor)
-    row = x.operand.rowwise
-    if row is None or x.serves_wgrad:
-        raise NotImplementedError(
-            f"{func} of {x!r}, whose columnwise blocks hold several rows each: index the tensor "
-            f"that it was cast from, or .dequantize(), or cast rowwise alone "
-            f"(BlockwiseFP8Tensor.from_values(x, columnwise=False))"
-        )
-    data = func(row.data.view(torch.uint8), *args).view(row.data.dtype)
-    made = laid_out(data, func(row.scale, *args), row.format)
-    return x.like(Operand(made, None), data.shape, None)
-
-
-def _is_of_rows(first: Any, *others: Any) -> bool:
-    """Return True if the arguments of ``index_select`` or ``index`` pick rows of a matrix."""
-    if isinstance(first, int):
-        return first in (0, -2)
-    index, *rest = first
-    return index is not None and index.ndim == 1 and not any(x is not None for x in rest)
 
 
 def _copy_form(target: Quantized, source: Quantized, non_blocking: bool) -> None:
