@@ -7,12 +7,11 @@ from ..fusion.share_inputs import SharingReport
 from ..text_table import Report
 from .audit_report import AuditReport
 from .explain import Explanation
-from .memory import MemoryReport
 from .monitor import Health, Monitor
 
 __all__ = [
     "AuditReport", "ConversionReport", "Explanation", "FusionEntry", "FusionReport", "Health",
-    "LoadReport", "MemoryReport", "Monitor", "Report", "SharingReport",
+    "LoadReport", "Monitor", "Report", "SharingReport",
 ]  # fmt: skip
 
 

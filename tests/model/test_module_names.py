@@ -16,7 +16,6 @@ from blocktensor import (
     convert,
     explain,
     freeze,
-    memory_report,
     share_inputs,
     to_blockwise_fp8_weights,
     unfreeze,
@@ -30,7 +29,7 @@ from tests.support.stacks import Fused, Unknown, fp8_names
 @pytest.mark.parametrize("given", [None, 5, [nn.Linear(2, 2)]])
 def test_what_is_no_module(given: Any) -> None:
     kind = type(given).__name__
-    alone = convert, to_blockwise_fp8_weights, freeze, unfreeze, unfuse, audit, memory_report
+    alone = convert, to_blockwise_fp8_weights, freeze, unfreeze, unfuse, audit
     calls = (*alone, share_inputs, *((explain,) if kind != "list" else ()))  # a list: of shapes
     for call in calls:
         with pytest.raises(TypeError, match=rf"^{call.__name__} takes a model.*: got a {kind}"):

@@ -21,7 +21,6 @@ from blocktensor import (
     explain,
     fuse,
     load_fp8,
-    memory_report,
     monitor,
     reports,
     save_fp8,
@@ -79,7 +78,6 @@ MADE: dict[str, Callable[[Path], Report]] = {
     "ConversionReport": lambda folder: convert(Odd(), skip_small=False),
     "Explanation": lambda folder: explain(converted(), device="H100"),
     "AuditReport": lambda folder: audit(Odd(), randn(3, K, dtype=torch.float32)),
-    "MemoryReport": lambda folder: memory_report(converted()),
     "FusionReport": lambda folder: fuse(converted()),
     "SharingReport": lambda folder: shared(),
     "LoadReport": loaded,
@@ -160,9 +158,8 @@ def test_a_notebook_shows_what_print_shows(kind: str, tmp_path: Path) -> None:
     assert len(tables) == (2 if kind == "Explanation" else 1)
     for header, *rows in tables:
         assert rows and {len(row) for row in rows} == {len(header)}
-    if kind != "MemoryReport":
-        assert any(ODD in cell for cell in cells)
-        assert "<b>" not in report._repr_html_()
+    assert any(ODD in cell for cell in cells)
+    assert "<b>" not in report._repr_html_()
 
 
 @pytest.mark.parametrize("kind", EMPTY)
@@ -228,10 +225,6 @@ def test_the_values_of_other_reports() -> None:
     assert values.keys() == {"entries", "notes", "flops", "fp8_share"}
     assert values["entries"] == [asdict(e) for e in audited.entries]
     assert (values["notes"], values["flops"]) == (list(audited.notes), audited.flops)
-    memory = memory_report(model)
-    values = memory.to_dict()
-    assert values["total"] == {**asdict(memory.total), "fp8": 0, "total": memory.total.total}
-    assert values["trainable"]["high_precision"] == memory.trainable.high_precision > 0
     assert fuse(model).to_dict() == {
         "entries": [
             {

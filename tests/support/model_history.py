@@ -308,7 +308,7 @@ class History:
             optimizer.zero_grad()
 
     def look(self) -> None:
-        how = self.say(self.draw.choice(("audit", "explain", "memory_report", "repr")))
+        how = self.say(self.draw.choice(("audit", "explain", "repr")))
         if how == "audit":
             with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
                 blocktensor.audit(self.model, self.input())

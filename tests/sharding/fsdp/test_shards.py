@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from blocktensor import BlockwiseFP8Tensor, Recipe, convert, freeze, memory_report
+from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, Recipe, convert, freeze
 from blocktensor.distributed import FP8Shard, FrozenShard
 from blocktensor.ops import reference
 from blocktensor.sharding.fsdp.shards import chunks
@@ -122,10 +122,13 @@ def test_which_tensors_are_shards_with_the_same_rows() -> None:
 def test_what_others_see_of_a_sharded_model(mesh: DeviceMesh, device: str) -> None:
     model, single = twins(device)
     shard(model, mesh)
-    report = memory_report(model).trainable
-    rows = sum(p._local_tensor.nbytes for p in model.parameters() if shard_of(p) is not None)
-    assert memory_report(single).trainable.high_precision > report.high_precision == rows > 0
-    assert report.fp8 == 0
+    shards = [s for p in model.parameters() if (s := shard_of(p)) is not None]
+    rows = sum(shard.master.nbytes for shard in shards)
+    assert (
+        0
+        < rows
+        < sum(w.master.nbytes for w in single.parameters() if isinstance(w, BlockwiseFP8Weight))
+    )
 
     for m in (model, single):
         loss_of(m, batch(0, device)).backward()
@@ -208,9 +211,9 @@ def test_adapters_train_and_the_base_stays(mesh: DeviceMesh, device: str) -> Non
     before = {name: single.get_submodule(name).weight.rowwise() for name in ("up", "mid")}
     shards = shard_base(model, mesh)
     assert len(shards) == 3
-    report = memory_report(model).frozen
-    assert report.data == sum(x.numel() for x in shards) <= 150 * (K + 2 * HIDDEN)
-    assert report.data + report.scales == report.total <= 1.01 * report.data
+    data = sum(shard.data_rows.nbytes for shard in shards)
+    assert data == sum(x.numel() for x in shards) <= 150 * (K + 2 * HIDDEN)
+    assert sum(shard.scale.nbytes for shard in shards) <= 0.01 * data
 
     with pytest.raises(NotImplementedError, match=r"gather.* needs the values of a frozen FP8"):
         get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
