@@ -38,7 +38,7 @@ def audit(model: nn.Module, /, *args: Any, **kwargs: Any) -> AuditReport:
     loss use :func:`audit_step`.
 
     The report marks a matmul that should have been FP8 and was not: it reads the master of an FP8
-    weight, a view or a copy of it, values computed from it, or the dequantized bytes.
+    weight, a view, clone or cast of it, or the dequantized bytes.
 
     The run computes the bits that it computes outside of an audit, and the model is left as it was,
     also if the run raises: gradients, ``main_grad``, FP8 forms, buffers, training mode, torch's
@@ -94,7 +94,7 @@ class _Products(TorchDispatchMode):
         self.entries: list[AuditedProduct] = []
         self._tracker, self._weights = tracker, weights
         self._recorded_by: dict[int, AuditedProduct] = {}  # an autograd node, by its number
-        self._columnwise = WeakTensorKeyDictionary()  # columnwise data of tokens and gradients
+        self._columnwise = WeakTensorKeyDictionary()  # columnwise data of gradients
         self._hidden: dict[str, None] = {}
         self._sent: dict[str, None] = {}  # modules whose tokens travel in high precision
 
@@ -134,10 +134,8 @@ class _Products(TorchDispatchMode):
         if not place.in_backward:
             is_attention |= product.is_batched and not self._weights.reads_weight(operands)
         elif is_fp8:
-            is_dgrad = product.is_dgrad
-            if is_dgrad is None:
-                is_dgrad = operands[0][0] not in self._columnwise
-            kind = "dgrad" if is_dgrad else "wgrad"
+            is_wgrad = product.is_wgrad or operands[0][0] in self._columnwise
+            kind = "wgrad" if is_wgrad else "dgrad"
         else:
             kind, forward = "backward", self._recorded_by.get(place.node)
             if forward is not None and forward.precision != FP8:

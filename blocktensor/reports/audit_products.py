@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from ..ops.formats import named
 from .audit_report import FP8
 
 aten = torch.ops.aten
@@ -22,8 +21,7 @@ class Product(NamedTuple):
     """The matmul that an op computes; see :class:`~.audit_report.AuditedProduct`.
 
     Attributes:
-        is_dgrad: in FP8, a backward that runs it computes the gradient of an input; None where the
-            op does not tell.
+        is_wgrad: the op computes nothing but gradients of weights.
         is_attention: the op is one of attention.
         is_batched: it multiplies a stack of matrices by another.
     """
@@ -34,7 +32,7 @@ class Product(NamedTuple):
     k: int
     precision: str
     flops: int
-    is_dgrad: bool | None = False
+    is_wgrad: bool = False
     is_attention: bool = False
     is_batched: bool = False
 
@@ -62,11 +60,9 @@ _WGRADS = (ours.gemm_add_, ours.grouped_gemm_wgrad, ours.grouped_gemm_wgrad_add_
 _COLUMNWISE = {
     ours.quantize_both: (2,),
     ours.quantize_columnwise: (0,),
-    ours.quantize_grouped: (2,),
-    ours.quantize_grouped_columnwise: (0,),
-    ours.gated_backward_with_h: (2, 6, 8),
+    ours.gated_backward_with_h: (2, 6),
 }
-"""Casts of activations and gradients: the places of columnwise data in the result."""
+"""Casts of gradients: the places of columnwise data in the result. Groups have a wgrad op."""
 
 _PRODUCERS = {ours.gated: 3, ours.gated_backward: 4, ours.joint_gated_backward: 3}
 """Ops that cast what they compute: the place of the rowwise format's name; columnwise is next."""
@@ -171,13 +167,9 @@ def _of_matrices(packet: Any, left: int, args: Sequence[Any], out: Any) -> Produ
     n = out.shape[-1] if out.ndim > 1 else 1
     is_batched = a.ndim == b.ndim == 3
     batch = a.shape[0] if is_batched else 1
-    in_squares = any(named(x).transposes for x in args if isinstance(x, str))
-    is_dgrad: bool | None = packet not in _WGRADS
-    if packet is ours.gemm:  # those of a linear; in 1x128 blocks on both sides only wgrad is
-        is_dgrad = None if in_squares else False
     return Product(
         *(batch, m, n, k, _precision(packet, a), 2 * batch * m * n * k),
-        is_dgrad=is_dgrad,
+        is_wgrad=packet in _WGRADS,
         is_batched=is_batched,
     )
 
