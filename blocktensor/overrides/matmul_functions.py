@@ -82,24 +82,21 @@ def _into(func: Any, args: tuple[Any, ...], *, out: Tensor, **kwargs: Any) -> Te
 
     Raises:
         RuntimeError: with gradients, as torch.
-        TypeError, ValueError: another dtype, or another shape unless ``out`` is empty.
+        ValueError: another dtype, or another shape unless ``out`` is empty.
     """
-    given = [x for x in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-    name = getattr(func, "__name__", func)
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (*given, out)):
-        raise RuntimeError(
-            f"{name}(..., out=...) has no gradient, and one of its arguments requires one: use the "
-            f"result, or run it under torch.no_grad()"
-        )
     made: Tensor = func(*args, **kwargs)
-    if out.dtype != made.dtype:
-        raise TypeError(f"{name}(..., out=...) makes {made.dtype}, and out has {out.dtype}")
+    call = f"{getattr(func, '__name__', func)}(..., out=...)"
+    if torch.is_grad_enabled() and (made.requires_grad or out.requires_grad):
+        raise RuntimeError(
+            f"{call} has no gradient, and one of its arguments requires one: use the result, or "
+            f"run it under torch.no_grad()"
+        )
+    if out.dtype != made.dtype or (out.numel() and out.shape != made.shape):
+        raise ValueError(
+            f"{call} makes {made.dtype} {list(made.shape)}, and out is {out.dtype} "
+            f"{list(out.shape)}: expected one of them, or an empty tensor of this dtype"
+        )
     if out.shape != made.shape:
-        if out.numel():
-            raise ValueError(
-                f"{name}(..., out=...) makes {list(made.shape)}, and out has {list(out.shape)}: "
-                f"expected one of them, or an empty tensor"
-            )
         out.resize_(made.shape)
     return out.copy_(made)
 

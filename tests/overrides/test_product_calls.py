@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -51,12 +52,10 @@ def test_products_into_a_given_tensor(name: str, frozen: bool) -> None:
 def test_a_tensor_that_a_product_does_not_fit_into_is_refused(frozen: bool) -> None:
     w, x = linear(256, 384, frozen=frozen).weight, randn(5, 384)
     with torch.no_grad():
-        for out, error, message in (
-            (torch.zeros(5, 256), TypeError, "makes torch.bfloat16, and out has torch.float32"),
-            (randn(5, 384), ValueError, r"makes \[5, 256\], and out has \[5, 384\]"),
-        ):
+        for out in (torch.zeros(5, 256), randn(5, 384)):
             before = out.clone()
-            with pytest.raises(error, match=message):
+            message = f"makes torch.bfloat16 [5, 256], and out is {out.dtype} {list(out.shape)}:"
+            with pytest.raises(ValueError, match=re.escape(message)):
                 torch.mm(x, w.t(), out=out)
             assert torch.equal(out, before)
         with pytest.raises(NotImplementedError, match="no FP8 path"):
