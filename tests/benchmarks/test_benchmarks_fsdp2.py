@@ -21,7 +21,7 @@ from benchmarks import fsdp2
 from benchmarks.timing import Call
 from blocktensor import BlockwiseFP8Weight
 from tests.support.numeric import assert_same
-from tests.support.ranks import on_ranks, shared_mesh
+from tests.support.ranks import call_on_ranks, on_ranks, shared_mesh
 from tests.support.scripts import examples
 
 
@@ -86,20 +86,24 @@ def test_variants_are_options_of_the_example() -> None:
             example.parse([*fsdp2.FLAGS, *flags])
 
 
+def run_example(words: list[str]) -> None:
+    with examples() as load:
+        assert load("fsdp2_llama").main(words) == 0
+
+
 def test_runs_for_real(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One real run, and a dry one in this process, of the first variant.
+    """One run on ranks of the tests, and a dry one in this process, of the first variant.
 
     It has the flags of FP8 here; that other variants' flags are known is tested above.
     """
-    made, run_to_end = fsdp2.runs, fsdp2.run_to_end
+    made = fsdp2.runs
 
     def run(words: list[str], timeout: float) -> None:
+        begin = words.index("examples/fsdp2_llama.py") + 1
         if words[0] == "torchrun":
-            run_to_end(words, timeout)
+            call_on_ranks(2, "cpu", run_example, words[begin:])
         else:
-            assert words[:2] == ["python", "examples/fsdp2_llama.py"]
-            with examples() as load:
-                assert load("fsdp2_llama").main(words[2:]) == 0
+            run_example(words[begin:])
 
     monkeypatch.setattr(fsdp2, "run_to_end", run)
     monkeypatch.setattr(

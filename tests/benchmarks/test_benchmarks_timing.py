@@ -142,3 +142,6 @@ def test_columns_by_mode() -> None:
     assert list(timing.by_mode(ms, "shared").values()) == [1.5, 2.0, None, None]
     graphs = timing.by_mode(ms | {"bf16/graphs": 1.0, "shared/graphs": 0.5}, "shared")
     assert (graphs["graphs_ms"], graphs["graphs_speedup"]) == (0.5, 2.0)
+    peaks = {"bf16/eager": 2**22, "fp8/eager": 2**20}
+    of_fp8 = {"eager_peak_mib": 1.0, "eager_peak_of_bf16": 0.25}
+    assert timing.peaks_by_mode(peaks, "fp8") == of_fp8

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 import pytest
 
 from benchmarks import turns
-from benchmarks.timing import by_mode, peaks_by_mode
+from tests.support.ranks import forking
 
 MILLISECONDS = {"bf16": 4.0, "fp8": 2.0}
 
@@ -34,6 +34,13 @@ def process_id(call: Callable[[], object]) -> int:
     return os.getpid()
 
 
+@pytest.fixture(autouse=True)
+def prepared_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes start with torch imported."""
+    context = forking()
+    monkeypatch.setattr(turns.multiprocessing, "get_context", lambda method: context)
+
+
 def test_each_variant_has_a_process_and_all_of_its_modes() -> None:
     ms, peaks = turns.measured_in_turns(["bf16", "fp8"], waits, 4, 8.0, clock, process_id)
     assert [*ms] == [*peaks] == ["bf16/eager", "fp8/eager", "fp8/compiled"]
@@ -48,12 +55,3 @@ def test_a_variant_that_fails_is_named() -> None:
         turns.measured_in_turns(["killed"], waits, 4, 8.0, clock, process_id)
     with pytest.raises(RuntimeError, match=r"broken:\n(.*\n)*ValueError: no such model"):
         turns.measured_in_turns(["bf16", "broken"], waits, 4, 8.0, clock, process_id)
-
-
-def test_the_columns_of_a_variant() -> None:
-    ms = {"bf16/eager": 4.0, "bf16/compiled": 3.0, "fp8/eager": 2.0}
-    assert by_mode(ms, "fp8") == {
-        "eager_ms": 2.0, "eager_speedup": 2.0, "compiled_ms": None, "compiled_speedup": None
-    }  # fmt: skip
-    peaks = {"bf16/eager": 2**22, "fp8/eager": 2**20}
-    assert peaks_by_mode(peaks, "fp8") == {"eager_peak_mib": 1.0, "eager_peak_of_bf16": 0.25}

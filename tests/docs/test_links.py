@@ -1,10 +1,11 @@
-"""Links of the Markdown files lead to files and headings that the repository has.
+"""Markdown files: links lead to files and headings, README is short, the index has real speeds.
 
 The site's own links are tested in ``test_site.py``.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 from tests.docs.code_blocks import FENCE, ROOT
 
 LINK = re.compile(r"\]\(([^)\s#]*)(?:#([^)\s]*))?\)")
+ROW = re.compile(r"^\| (\d+) x \((\d+) x (\d+)\) \| ([\d.]+)x \| ([\d.]+)x \|$", re.MULTILINE)
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 
 
@@ -45,3 +47,19 @@ def test_dead_links_are_found(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("# A `b` c\n[x](#a-b-c) [y](#d) [z](other.md) [w](page.md#no) [v](https://a)\n")
     assert dead_links(page) == ["#d", "other.md", "page.md#no"]
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text("utf-8").splitlines()) <= 120
+
+
+def test_the_speeds_of_the_index_are_measured() -> None:
+    speeds = ("eager_speedup", "graph_speedup")
+    rows = json.loads((ROOT / "benchmarks/results/linear.json").read_text("utf-8"))["rows"]
+    measured = {
+        (*(str(row[size]) for size in "mnk"), *(f"{row[how]:.2f}" for how in speeds))
+        for row in rows
+    }
+    shown = ROW.findall((ROOT / "docs/index.md").read_text("utf-8"))
+    assert len(shown) == 4
+    assert set(shown) <= measured
