@@ -41,7 +41,6 @@ class Experts(Gated):
     ends: bool = False
     to_local: bool = False
 
-    option = "experts"
     inputs = 2
     noun = "stacks"
     known = (
@@ -56,15 +55,9 @@ class Experts(Gated):
         return f"{Gated._formula(names, activation)} by expert"
 
     @classmethod
-    def _known_in(cls, module: nn.Module) -> list[tuple[Any, ...]]:
-        found = super()._known_in(module)
-        return [
-            x for x in found if all(fp8_part(cls._weight(module, y)) is not None for y in x[:3])
-        ]
-
-    @classmethod
     def _parts(cls, module: nn.Module) -> dict[str, Any]:
-        return {x: p for x, p in module._parameters.items() if getattr(p, "ndim", 0) == 3}
+        stacks = {x: p for x, p in module._parameters.items() if getattr(p, "ndim", 0) == 3}
+        return {x: p for x, p in stacks.items() if fp8_part(p) is not None}
 
     @classmethod
     def _weight(cls, module: nn.Module, name: str | None) -> Any:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 
@@ -22,12 +20,6 @@ from .share_inputs import not_converted, share_for_norms, stop_sharing
 
 PATTERNS: tuple[type[Pattern], ...] = (MLP, Experts, Norm)
 """All patterns, in the order of the report."""
-
-_EXAMPLES = {
-    "mlp": "{'*.mlp': ('w1', 'w3', 'w2', 'silu')}",
-    "norm": "{'*.norm': ('attn.q', 'attn.k', 'attn.v')}",
-    "experts": "{'*.experts': ('w1', 'w3', 'w2', 'silu')}",
-}
 
 
 @dataclass(frozen=True)
@@ -70,8 +62,8 @@ class FusionReport(Report):
     def _parts(self) -> list[Table | str]:
         if not self.entries:
             return [
-                "no gated MLP was found, and no norm that linears read; give other names by hand:",
-                "fuse(model, mlp={pattern: (gate, up, down, activation)}, norm={pattern: linears})",
+                "no gated MLP of known names was found, and no norm that linears read: call",
+                "functional.gated_mlp, functional.gated_experts or quantize in your own forward",
             ]
         rows = collapse((e.name, e.kind, e.computes, e.reason or "fused") for e in self.entries)
         summary = f"{len(self.fused)} fused, {len(self.left_alone)} left alone"
@@ -81,9 +73,6 @@ class FusionReport(Report):
 def fuse(
     model: nn.Module,
     *,
-    mlp: Mapping[str, tuple[str, str, str, str | None]] | None = None,
-    norm: Mapping[str, Sequence[str]] | None = None,
-    experts: Mapping[str, tuple[str, str, str, str | None]] | None = None,
     recompute: bool = False,
 ) -> FusionReport:
     """Run gated MLPs, experts and norms of a converted model with casts made as they compute.
@@ -113,16 +102,6 @@ def fuse(
 
     Args:
         model: a converted model.
-        mlp: gated MLPs by other names: ``{pattern: (gate, up, down, activation)}`` with a
-            shell-style pattern of module names, the names of the linears in it, and either the
-            attribute that holds the activation, or "silu" or "gelu_tanh"; None tries both. A
-            linear that makes gate, then up, is named twice.
-        norm: norms by other names: ``{pattern: linears}`` with a shell-style pattern of module
-            names, and the names of all linears that read the norm, relative to its parent. A
-            norm that was found by its name is left out by ``unfuse(norm)``.
-        experts: modules of experts by other names, as ``mlp``, with the names of their stacks
-            ``[E, out, in]``. Their forward takes rows ``[T, K]`` sorted by expert, and int32 sizes
-            or ends of the groups; or it is that of transformers' experts.
         recompute: backward makes the casts of ``activation(gate) * up`` again, in place of saving
             them.
 
@@ -130,16 +109,15 @@ def fuse(
         The report; ``print`` it.
 
     Raises:
-        TypeError: an option of another type; what is no module.
-        ValueError: no linear of the model is in FP8; a pattern that names no module, or one without
-            the linears it says.
+        TypeError: ``recompute`` is no bool; ``model`` is no module.
+        ValueError: no linear of the model is in FP8.
     """
     is_module(model, "fuse")
-    named: dict[str, Any] = {"mlp": mlp, "norm": norm, "experts": experts}
-    _check_options(named, recompute)
+    if not isinstance(recompute, bool):
+        raise TypeError(f"recompute={recompute!r}: expected True or False")
     if all(fp8_part(p) is None for p in model.parameters()):
         raise not_converted(model, "fuse")
-    found = [x for kind in PATTERNS for x in kind.find(model, named[kind.option] or {})]
+    found = [x for kind in PATTERNS for x in kind.find(model)]
     drawn, entries = Drawn(), list[FusionEntry]()
     chosen: list[tuple[nn.Module, Pattern]] = []
     for each in found:
@@ -183,19 +161,3 @@ def _verified(found: Found, recompute: bool, drawn: Drawn) -> tuple[Pattern | No
             return made, ""
         reason = reason or why
     return None, reason
-
-
-def _check_options(named: Mapping[str, Any], recompute: object) -> None:
-    """Raise TypeError for options of other types."""
-    for option, names in named.items():
-        patterns = names if isinstance(names, Mapping) else {None: None}
-        for pattern, parts in patterns.items() if names is not None else ():
-            are_names = isinstance(parts, Sequence) and not isinstance(parts, str)
-            are_names = are_names and all(x is None or isinstance(x, str) for x in parts or ())
-            if not (isinstance(pattern, str) and are_names):
-                raise TypeError(
-                    f"{option}={names!r}: expected patterns of module names, each with names in a "
-                    f"tuple, e.g. {_EXAMPLES[option]}"
-                )
-    if not isinstance(recompute, bool):
-        raise TypeError(f"recompute={recompute!r}: expected True or False")

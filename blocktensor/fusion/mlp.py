@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from .. import functional
 from ..autograd.plan import difference_of
-from ..model.names import matching
 from ..model.running_module import ModuleTracker
 from ..model.weights import kind_of
 from ..ops.producers.ops import ActivationName
@@ -20,7 +19,7 @@ from ..sharding.dtensor import fp8_part
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
 from .forward_reads import kept_state
-from .pattern import Drawn, Found, Names, Pattern, Sample, held_by
+from .pattern import Drawn, Found, Pattern, Sample, held_by
 
 _ACTS = ("act_fn", "act", "activation_fn", "activation", "hidden_act")
 """Names of attributes that hold an activation."""
@@ -76,57 +75,13 @@ class Gated(Pattern):
         return replace(self, recompute=recompute)
 
     @classmethod
-    def find(cls, model: nn.Module, named: Names) -> Iterator[Found]:
-        """Yield modules with linears of the known names, or of those that ``named`` gives."""
-        modules = dict(model.named_modules())
-        by_hand: dict[str, Sequence[Any]] = {}
-        for pattern, names in named.items():
-            for name in cls._named(model, pattern, names):
-                cls._check(name, modules[name], pattern, names)
-                by_hand[name] = names
-        for name, module in modules.items():
-            for *linears, act in [by_hand[name]] if name in by_hand else cls._known_in(module):
-                yield cls._found(name, module, tuple(linears), act)
-
-    @classmethod
-    def _known_in(cls, module: nn.Module) -> list[tuple[Any, ...]]:
-        """List the first of the known names that a module has, and no activation."""
-        return [(*x, None) for x in cls.known if cls._parts(module).keys() >= set(x)][:1]
-
-    @classmethod
-    def _named(cls, model: nn.Module, pattern: str, names: Sequence[Any]) -> list[str]:
-        option = cls.option
-        if len(names) != 4:
-            raise ValueError(
-                f"{option}={{{pattern!r}: {names!r}}}: expected (gate, up, down, activation), e.g. "
-                f"('w1', 'w3', 'w2', 'silu')"
-            )
-        found = matching(model, pattern, option, f"*.{option}")
-        gate, up, down, _ = names
-        if down in (gate, up):
-            raise ValueError(
-                f"{option} pattern {pattern!r}: down is {down!r}, as "
-                f"{'gate' if down == gate else 'up'} is: expected another; gate and up alone may "
-                f"be one"
-            )
-        return found
-
-    @classmethod
-    def _check(cls, name: str, module: nn.Module, pattern: str, names: Sequence[Any]) -> None:
-        """Raise ValueError if the module that ``pattern`` names lacks any of ``names``."""
-        *linears, act = names
-        held, article = cls._parts(module), "a stack " if cls.noun == "stacks" else ""
-        missing = [x for x in linears if x not in held]
-        if missing:
-            raise ValueError(
-                f"{cls.option} pattern {pattern!r} names {name!r}, a {kind_of(module)} without "
-                f"{article}{missing[0]!r}; it has {', '.join(map(repr, held)) or 'none'}"
-            )
-        if act is not None and act not in ACTIVATIONS and not hasattr(module, act):
-            raise ValueError(
-                f"{cls.option} pattern {pattern!r}: {name!r} has no attribute {act!r}, and no "
-                f"activation is called so: expected one of {', '.join(ACTIVATIONS)}"
-            )
+    def find(cls, model: nn.Module) -> Iterator[Found]:
+        """Yield modules with linears or stacks of the known names."""
+        for name, module in model.named_modules():
+            held = cls._parts(module)
+            linears = next((x for x in cls.known if held.keys() >= set(x)), None)
+            if linears is not None:
+                yield cls._found(name, module, linears)
 
     @classmethod
     def _parts(cls, module: nn.Module) -> dict[str, Any]:
@@ -139,15 +94,11 @@ class Gated(Pattern):
         raise NotImplementedError
 
     @classmethod
-    def _found(
-        cls, name: str, module: nn.Module, linears: tuple[str, str, str], act: str | None
-    ) -> Found:
-        """Return the MLP, if it is one; ``act`` is its activation or an attribute that holds it."""
-        given = act if act in ACTIVATIONS else None
-        attribute = _act_of(module) if act is None or given else act
+    def _found(cls, name: str, module: nn.Module, linears: tuple[str, str, str]) -> Found:
+        attribute = _act_of(module)
         reason = cls._why_unlike(module, linears, attribute)
-        activations: Sequence[Any] = (given,) if given else get_args(ActivationName)
-        if attribute is not None and not (given or reason):
+        activations: Sequence[Any] = get_args(ActivationName)
+        if attribute is not None and not reason:
             activation = getattr(module, attribute)
             with kept_state(module):
                 activations = _activations_like(activation, cls._weight(module, linears[0]))
@@ -209,7 +160,6 @@ class Gated(Pattern):
 class MLP(Gated):
     """A gated MLP of linears."""
 
-    option = "mlp"
     known = (
         ("gate_proj", "up_proj", "down_proj"),  # transformers'
         ("w1", "w3", "w2"),  # Llama's and torchtitan's

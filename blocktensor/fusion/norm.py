@@ -14,12 +14,10 @@ from torch.overrides import TorchFunctionMode
 
 from ..autograd.plan import autocast_dtype
 from ..autograd.quantize import normed
-from ..model.names import matching
-from ..model.weights import kind_of
 from ..ops.norm.reference import NormKind
 from ..ops.runtime.specialize import PLAIN
 from ..sharding.dtensor import fp8_part
-from .pattern import Drawn, Found, Names, Pattern, Sample, held_by, why_different
+from .pattern import Drawn, Found, Pattern, Sample, held_by, why_different
 
 _READERS = {
     "input_layernorm": ("self_attn", "attention"),
@@ -69,35 +67,16 @@ class Norm(Pattern):
     eps_name: str
     eps: float
 
-    option = "norm"
     in_graphs = False  # compilers fuse its ops themselves
 
     @classmethod
-    def find(cls, model: nn.Module, named: Names) -> Iterator[Found]:
-        """Yield norms of the known names, or of those that ``named`` gives."""
+    def find(cls, model: nn.Module) -> Iterator[Found]:
+        """Yield norms of the known names."""
         modules = dict(model.named_modules())
-        by_hand: dict[str, Sequence[Any]] = {}
-        for pattern, linears in named.items():
-            if not linears:
-                raise ValueError(
-                    f"norm={{{pattern!r}: {linears!r}}}: expected the names of linears relative to "
-                    f"the norm's parent, e.g. ('attention.wq', 'attention.wk', 'attention.wv')"
-                )
-            for name in matching(model, pattern, "norm", "*.attention_norm"):
-                owner = modules[name.rpartition(".")[0]]
-                for linear in linears:
-                    try:
-                        owner.get_submodule(str(linear))
-                    except AttributeError as error:
-                        raise ValueError(
-                            f"norm pattern {pattern!r} names {name!r}, whose parent, a "
-                            f"{kind_of(owner)}, lacks a linear: {error}"
-                        ) from None
-                by_hand[name] = linears
         for name, norm in modules.items():
             above, _, own = name.rpartition(".")
             owner = modules[above]
-            if linears := by_hand.get(name) or _linears_of(own, owner):
+            if linears := _linears_of(own, owner):
                 readers = tuple(owner.get_submodule(x) for x in linears)
                 eps = _eps_name(norm)
                 patterns = [cls(kind, eps, getattr(norm, eps, 0.0)) for kind in get_args(NormKind)]
@@ -147,11 +126,9 @@ class Norm(Pattern):
 
 def _computes(linears: Sequence[str]) -> str:
     """Say whose input the norm makes."""
-    owners = {name.rpartition(".")[0] for name in linears}
-    if len(owners) > 1 or owners == {""}:
-        return f"norm for {', '.join(linears)}"
+    owner = linears[0].rpartition(".")[0]
     own = ", ".join(name.rpartition(".")[2] for name in linears)
-    return f"norm for {own} of {owners.pop()}"
+    return f"norm for {own} of {owner}" if owner else f"norm for {own}"
 
 
 def _linears_of(norm: str, owner: nn.Module) -> Sequence[str]:

@@ -41,9 +41,6 @@ _MOST_EXPONENTS = (-30, 30)
 _WAYS = ((True, False), (False, False), (True, True))
 """Training mode, and autocast to bf16."""
 
-Names = Mapping[str, Sequence[Any]]
-"""Names that the caller of ``fuse`` has given: of modules by patterns, and of what is in each."""
-
 Sample = tuple[Tensor, Callable[[Tensor], tuple[Any, ...]]]
 """The first argument of a forward, and a function that makes all arguments from it."""
 
@@ -70,22 +67,16 @@ class Pattern:
     """A computation of a module, and one function that runs it. Each kind is one file.
 
     Attributes:
-        option: the argument of ``fuse`` that names such modules by hand.
         inputs: the number of arguments of the module's forward.
         in_graphs: True if compilers are shown the function, else the module's own forward.
     """
 
-    option: ClassVar[str]
     inputs: ClassVar[int] = 1
     in_graphs: ClassVar[bool] = True
 
     @classmethod
-    def find(cls, model: nn.Module, named: Names) -> Iterator[Found]:
-        """Yield the modules of known names, and those that ``named`` names.
-
-        Raises:
-            ValueError: a pattern of names matches no module, or one without what it says.
-        """
+    def find(cls, model: nn.Module) -> Iterator[Found]:
+        """Yield the modules of known names."""
         raise NotImplementedError
 
     @property

@@ -31,21 +31,6 @@ def with_all_above(name: str) -> list[str]:
     return [".".join(parts[: i + 1]) for i in range(len(parts))]
 
 
-def matching(model: nn.Module, pattern: str, option: str, example: str) -> list[str]:
-    """Return the names of the modules of ``model`` that a pattern of ``option`` matches.
-
-    Raises:
-        ValueError: there are none.
-    """
-    found = fnmatch.filter((name for name, _ in model.named_modules()), pattern)
-    if not found:
-        raise ValueError(
-            f"{option} pattern {pattern!r} {_matches_nothing(model)}: expected a pattern of module "
-            f"names, e.g. {example!r}"
-        )
-    return found
-
-
 def _matches_nothing(model: nn.Module) -> str:
     return f"matches no module of this {type(model).__name__}"
 

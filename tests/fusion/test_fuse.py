@@ -10,9 +10,7 @@ from expecttest import assert_expected_inline
 from torch import nn
 
 from blocktensor import Recipe, convert, fuse, share_inputs, unfuse, unshare_inputs
-from blocktensor.fusion.fused_class import fused_modules
 from blocktensor.overrides import dynamo
-from tests.support import fused_experts
 from tests.support.gated import assert_bits
 from tests.support.mlps import (
     MLP,
@@ -24,8 +22,8 @@ from tests.support.mlps import (
     planted,
     results,
 )
-from tests.support.models import Trace, complaint
-from tests.support.norms import blocks, runs_fused
+from tests.support.models import Trace
+from tests.support.norms import runs_fused
 
 transformers = pytest.importorskip("transformers")
 
@@ -92,17 +90,14 @@ def test_transformers(family: str) -> None:
     assert runs_fused(model, run=loss(model)) == len(norms)
 
 
-def renamed(*names: str) -> nn.Module:
-    class Renamed(MLP):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            gate, up, down = (getattr(self, name) for name in names)
-            return down(self.act_fn(gate(x)) * up(x))
+class Renamed(MLP):
+    names = ("gate", "up", "down")
 
-    Renamed.names = names  # type: ignore[assignment]
-    return Renamed()
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.act_fn(self.gate(x)) * self.up(x))
 
 
-@pytest.mark.parametrize("make", [Torchtitan, lambda: renamed("gate", "up", "down")])
+@pytest.mark.parametrize("make", [Torchtitan, Renamed])
 def test_known_names(make: Any) -> None:
     model = converted(Model(make))
     wanted = results(model)
@@ -126,119 +121,17 @@ layers.1.mlp      MLP    down_proj(silu(gate_proj(x)) * up_proj(x))  up_proj has
     assert_expected_inline(
         str(fuse(converted(nn.Sequential(nn.Linear(K, K))))),
         """\
-no gated MLP was found, and no norm that linears read; give other names by hand:
-fuse(model, mlp={pattern: (gate, up, down, activation)}, norm={pattern: linears})""",
+no gated MLP of known names was found, and no norm that linears read: call
+functional.gated_mlp, functional.gated_experts or quantize in your own forward""",
     )
-
-
-@pytest.mark.parametrize("act", ["silu", "act_fn", None])
-def test_other_names(act: str | None) -> None:
-    model = converted(Model(lambda: renamed("a", "b", "c")))
-    assert fuse(model).entries == ()
-    wanted = results(model)
-    assert len(fuse(model, mlp={"*.0.mlp": ("a", "b", "c", act)}).fused) == 1
-    assert fused_in(model) == ["layers.0.mlp"]
-    assert_bits(results(model), wanted)
-    swapped = fuse(model, mlp={"*.1.mlp": ("b", "a", "c", act)})
-    assert "differs in its output" in swapped.left_alone[0].reason
-    assert fused_in(model) == ["layers.0.mlp"]
-
-
-BAD_NAMES: list[dict[str, Any]] = [
-    {"mlp": {"*.MLP": ("w1", "w3", "w2", None)}},
-    {"norm": {"nothing": ("a",)}},
-    {"experts": {"none": ("w1", "w3", "w2", "silu")}},
-    {"mlp": {"*.mlp": ("w1", "w3", "w2", None)}},
-    {"norm": {"layers.0.input_layernorm": ("mlp.no",)}},
-    {"experts": {"experts": ("w1", "w3", "w4", None)}},
-    {"mlp": {"*.mlp": ("gate_proj", "up_proj", "down_proj", "acts")}},
-    {"experts": {"experts": ("w1", "w3", "w2", "tanh")}},
-    {"mlp": {"*.mlp": ("gate_proj", "up_proj", "down_proj")}},
-    {"experts": {"experts": ("w1", "w3", "w2")}},
-    {"mlp": {"*.mlp": ("gate_proj", "up_proj", "gate_proj", "silu")}},
-    {"experts": {"experts": ("w1", "w2", "w2", None)}},
-]
 
 
 def test_bad_input() -> None:
-    models = {
-        "mlp": converted(Model()),
-        "norm": blocks(),
-        "experts": nn.ModuleDict({"experts": fused_experts.converted(fused_experts.Sizes())}),
-    }
-    messages = [complaint(ValueError, lambda: fuse(Model()))]
-    for options in BAD_NAMES:
-        (kind,) = options
-        messages.append(complaint(ValueError, lambda: fuse(models[kind], **options)))  # noqa: B023
-    norm = {"layers.0.input_layernorm": "mlp"}
-    messages.append(complaint(TypeError, lambda: fuse(models["norm"], norm=norm)))  # type: ignore
-    assert not any(dict(fused_modules(model)) for model in models.values())
-    assert_expected_inline(
-        "\n\n".join(messages),
-        """\
-no linear of this Model is in FP8, so there is no cast to fuse: convert it first
-with blocktensor.convert(model)
-
-mlp pattern '*.MLP' matches no module of this Model: expected a pattern of module
-names, e.g. '*.mlp'
-
-norm pattern 'nothing' matches no module of this Blocks: expected a pattern of
-module names, e.g. '*.attention_norm'
-
-experts pattern 'none' matches no module of this ModuleDict: expected a pattern of
-module names, e.g. '*.experts'
-
-mlp pattern '*.mlp' names 'layers.0.mlp', a MLP without 'w1'; it has 'gate_proj',
-'up_proj', 'down_proj', 'act_fn'
-
-norm pattern 'layers.0.input_layernorm' names 'layers.0.input_layernorm', whose
-parent, a Block, lacks a linear: MLP has no attribute `no`
-
-experts pattern 'experts' names 'experts', a Sizes without a stack 'w4'; it has
-'w1', 'w3', 'w2'
-
-mlp pattern '*.mlp': 'layers.0.mlp' has no attribute 'acts', and no activation is
-called so: expected one of silu, gelu_tanh
-
-experts pattern 'experts': 'experts' has no attribute 'tanh', and no activation is
-called so: expected one of silu, gelu_tanh
-
-mlp={'*.mlp': ('gate_proj', 'up_proj', 'down_proj')}: expected (gate, up, down,
-activation), e.g. ('w1', 'w3', 'w2', 'silu')
-
-experts={'experts': ('w1', 'w3', 'w2')}: expected (gate, up, down, activation), e.g.
-('w1', 'w3', 'w2', 'silu')
-
-mlp pattern '*.mlp': down is 'gate_proj', as gate is: expected another; gate and up
-alone may be one
-
-experts pattern 'experts': down is 'w2', as up is: expected another; gate and up
-alone may be one
-
-norm={'layers.0.input_layernorm': 'mlp'}: expected patterns of module names, each
-with names in a tuple, e.g. {'*.norm': ('attn.q', 'attn.k', 'attn.v')}""",
-    )
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"mlp": 5},
-        {"norm": ["*.norm"]},
-        {"experts": "*"},
-        {"mlp": {"*": 5}},
-        {"mlp": {"*": "gate_proj"}},
-        {"norm": {3: ("q",)}},
-        {"experts": {"*": ("a", 1, "b", None)}},
-        {"recompute": "yes"},
-    ],
-    ids=str,
-)
-def test_options_of_other_types(options: Any) -> None:
+    with pytest.raises(ValueError, match=r"^no linear of this Model is in FP8, .* convert it"):
+        fuse(Model())
     model = converted(Model())
-    (name,) = options
-    with pytest.raises(TypeError, match=rf"^{name}=.*: expected "):
-        fuse(model, **options)
+    with pytest.raises(TypeError, match=r"^recompute='yes': expected True or False"):
+        fuse(model, recompute="yes")  # type: ignore[arg-type]
     assert fused_in(model) == []
     with pytest.raises(TypeError, match=r"fuse takes a model, an nn\.Module: got a NoneType"):
         fuse(None)  # type: ignore[arg-type]

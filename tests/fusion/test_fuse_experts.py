@@ -98,7 +98,7 @@ def test_bits(make: Callable[[], Any], dtype: torch.dtype, recipe: Recipe) -> No
 class Joint(Sizes):
     """One stack makes gate and up."""
 
-    NAMES = ("gate_up", "w2")
+    NAMES = ("gate_up_proj", "down_proj")
 
     def __init__(self) -> None:
         nn.Module.__init__(self)
@@ -116,39 +116,24 @@ class Joint(Sizes):
 
 
 class Flagged(Joint):
-    """Names and two flags of transformers' classes, which route rows."""
-
-    NAMES = ("gate_up_proj", "down_proj")
+    """Has two flags of transformers' classes, which route rows."""
 
     def __init__(self) -> None:
         super().__init__()
         self.has_gate, self.is_transposed = True, False
 
 
-class Own(Sizes):
-    NAMES = ("wg", "wu", "wd")
+class Projections(Sizes):
+    NAMES = ("gate_proj", "up_proj", "down_proj")
 
 
-OF_BOTH = "{}(silu(gate) * up), both of {}(x) by expert"
-
-
-@pytest.mark.parametrize(
-    ("model", "names", "computes"),
-    [
-        (
-            Own("gelu_tanh"),
-            ("wg", "wu", "wd", "gelu_tanh"),
-            "wd(gelu_tanh(wg(x)) * wu(x)) by expert",
-        ),
-        (Joint(), ("gate_up", "gate_up", "w2", None), OF_BOTH.format("w2", "gate_up")),
-        (Flagged(), None, OF_BOTH.format("down_proj", "gate_up_proj")),
-    ],
-)
-def test_other_names(model: Sizes, names: Any, computes: str) -> None:
+@pytest.mark.parametrize("model", [Projections("gelu_tanh"), Joint(), Flagged()], ids=type)
+def test_known_names(model: Sizes) -> None:
     twin, held = copy.deepcopy(converted(model)), nn.ModuleDict({"experts": model})
-    if names is not None:
-        assert fuse(held).fused == ()
-    (entry,) = fuse(held, experts=names and {"exp*": names}).entries
+    (entry,) = fuse(held).entries
+    computes = "down_proj(silu(gate) * up), both of gate_up_proj(x) by expert"
+    if isinstance(model, Projections):
+        computes = "down_proj(gelu_tanh(gate_proj(x)) * up_proj(x)) by expert"
     assert (entry.name, entry.computes, entry.reason) == ("experts", computes, "")
     assert [name for name, _ in fused_modules(held)] == ["experts"]
     assert_bits(results(model), results(twin))
@@ -162,8 +147,6 @@ def test_large_experts_are_verified_with_fewer_features() -> None:
 
 
 # Stacks that ranks have cut: the report says what runs
-
-NAMES = {"": ("w1", "w3", "w2", "silu")}
 
 
 class Local(Sizes):
@@ -207,7 +190,7 @@ def run(model: Sizes) -> tuple[list[Tensor], bool]:
 def test_stacks_that_are_cut(world: int, device: str, kind: type[Sizes]) -> None:
     mesh = mesh_of(world, device)
     model, twin = (cut(built(kind), mesh) for _ in range(2))
-    report = fuse(model, experts=NAMES)
+    report = fuse(model)
     assert len(report.fused) == (kind is Local)
     for entry in report.left_alone:
         assert entry.reason.startswith("with stacks that are DTensors it ")
@@ -216,7 +199,7 @@ def test_stacks_that_are_cut(world: int, device: str, kind: type[Sizes]) -> None
     assert_bits(made, wanted)
     if kind is not Whole:  # as well after the fusion
         later = built(kind)
-        assert fuse(later, experts=NAMES).left_alone == ()
+        assert fuse(later).left_alone == ()
         made, runs_fused = run(cut(later, mesh))
         assert runs_fused == (kind is Local)
         assert_bits(made, wanted)
@@ -228,7 +211,7 @@ def test_stacks_that_fsdp_alone_has_cut(world: int, device: str) -> None:
     model, twin = built(Sizes), built(Sizes)
     for each in (model, twin):
         fully_shard(each, mesh=mesh_of(world, device))
-    assert fuse(model, experts=NAMES).left_alone == ()
+    assert fuse(model).left_alone == ()
     batch = randn(20, K), torch.tensor([5, 0, 3, 12], dtype=torch.int32)
     assert count_runs(model, *batch) == 1
     with torch.no_grad():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -18,11 +17,10 @@ from blocktensor import convert, fuse, share_inputs, unfuse
 from blocktensor.distributed import ColwiseParallel
 from tests.support.fused_kinds import why_left_alone
 from tests.support.gated import assert_bits
-from tests.support.mlps import MLP, K, X, converted, results
+from tests.support.mlps import K, X, converted, results
 from tests.support.models import POWER_OF_TWO, randn
 from tests.support.norms import (
     NAMES,
-    Attention,
     Block,
     Norm,
     OfTorch,
@@ -164,58 +162,6 @@ def test_sharing_that_was_asked_for_outlives_unfuse() -> None:
     for _ in range(2):
         model(X.bfloat16())
     assert report.saved == 2 * 2 * (2 + 1)
-
-
-class Parallel(nn.Module):
-    """Attention and an MLP that read one norm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.self_attn, self.mlp = Norm(), Attention(), MLP()
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.norm(x)
-        return x + self.self_attn(h) + self.mlp(h)
-
-
-class Own(nn.Module):
-    """Two linears in a container that read one norm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = Norm()
-        self.inner = nn.ModuleDict({"a": nn.Linear(K, K), "b": nn.Linear(K, K)})
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.norm(x)
-        return self.inner["a"](x) * self.inner["b"](x)
-
-
-OF_ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-
-
-@pytest.mark.parametrize(
-    ("make", "readers", "computes"),
-    [
-        (Own, ("inner.a", "inner.b"), "norm for a, b of inner"),
-        (
-            Parallel,  # a fused MLP is not the only reader
-            (*OF_ATTENTION, "mlp.gate_proj", "mlp.up_proj"),
-            "norm for self_attn.q_proj, self_attn.k_proj, self_attn.v_proj, mlp.gate_proj, "
-            "mlp.up_proj",
-        ),
-    ],
-)
-def test_names_by_hand(make: Any, readers: tuple[str, ...], computes: str) -> None:
-    model = converted(make())
-    twin = copy.deepcopy(model)
-    fuse(model)
-    assert fused_norms(model) == []
-    report = fuse(model, norm={"nor*": readers})
-    assert [x.computes for x in report.fused if x.name == "norm"] == [computes]
-    assert fused_norms(model) == ["norm"]
-    assert_bits(results(model), results(twin))
-    assert runs_fused(model) == 1
 
 
 def test_the_report() -> None:

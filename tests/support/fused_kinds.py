@@ -123,10 +123,10 @@ def unchanged(model: nn.Module) -> Iterator[None]:
         assert p.grad is grad or torch.equal(p.grad, grad)
 
 
-def why_left_alone(model: nn.Module, name: str = "", **options: Any) -> str:
+def why_left_alone(model: nn.Module, name: str = "") -> str:
     """The reason for which ``fuse`` leaves a module alone, and as it was."""
     with unchanged(model):
-        report = fuse(model, **options)
+        report = fuse(model)
     assert name not in dict(fused_modules(model))
     (entry,) = [x for x in report.left_alone if x.name == name]
     return entry.reason
