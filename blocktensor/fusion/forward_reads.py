@@ -1,4 +1,4 @@
-"""Record the objects that a forward reads by name, and undo the changes that it makes.
+"""Record the objects that a forward reads by name, and keep modules as they are while it is tried.
 
 A forward reads functions, methods, flags and factors: of the module, its class and the modules in
 it, of a config, and of the files that they are written in; and the modules in it without
@@ -6,21 +6,22 @@ parameters. A change of one changes the result of the forward. Patterns check ho
 that have parameters (``mlp.py``).
 
 A forward that counts calls or gathers statistics would gather those of drawn weights while it is
-verified, and its fused form would gather none: :func:`kept_state` undoes and names such changes.
+verified, and its fused form would gather none: it runs on copies (:func:`on_copies`), and
+:func:`state_of` shows what it changes.
 """
 
 from __future__ import annotations
 
-import copyreg
+import copy
+import io
 import logging
+import pickle
 import sys
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 _VALUES = int, float, bool, str, type(None), tuple
@@ -28,10 +29,10 @@ _VALUES = int, float, bool, str, type(None), tuple
 
 _METHODS = FunctionType, staticmethod, classmethod
 _MISSING = object()
-_CONTAINERS = dict, list, deque, set
-_NOT_SEARCHED = nn.Module, type, ModuleType, logging.Logger
-_CONTENT = object()
-"""The key of the content of a tensor, an array or a generator."""
+_NOT_COPIED = nn.Module, nn.Parameter, type, FunctionType, ModuleType, logging.Logger
+
+_OF_TORCH = frozenset(vars(nn.Module()))
+"""Attributes of every module, such as its hooks and its mode."""
 
 
 class Read(NamedTuple):
@@ -175,133 +176,75 @@ def _is_of_users(x: Any) -> bool:
 
 
 @contextmanager
-def kept_state(module: nn.Module) -> Iterator[Callable[[], str]]:
-    """Leave ``module`` as it was: its modes, attributes and the objects that they refer to.
+def on_copies(module: nn.Module) -> Iterator[None]:
+    """Let the modules in ``module`` use copies of their attributes and buffers, and drop these.
 
-    Yields:
-        A function that names what has changed so far, other than modes; empty if nothing has.
+    Copied is all that an attribute leads to, but no other module or parameter. What cannot be
+    pickled, variables of classes and files, and closures stay shared.
     """
-    before = [(name, holder, _items(holder), _copy(holder)) for name, holder in _holders(module)]
-
-    def changed() -> str:
-        for name, holder, items, _ in before:
-            for key in _differing(items, _items(holder)):
-                if key != "training":
-                    return name or str(key)
-        return ""
-
+    before = [(each, vars(each)) for each in module.modules()]
     try:
-        yield changed
+        for each, own in before:
+            copies = {key: (copy.copy if key in _OF_TORCH else _copy)(x) for key, x in own.items()}
+            copies["_buffers"] = {key: _copy(x) for key, x in each._buffers.items()}
+            object.__setattr__(each, "__dict__", copies)
+        yield
     finally:
-        for _, holder, items, content in before:
-            _restore(holder, items, content)
+        for each, own in before:
+            object.__setattr__(each, "__dict__", own)
 
 
-def _holders(module: nn.Module) -> list[tuple[str, Any]]:
-    """Return each object that may change, with the name of the attribute that leads to it.
-
-    Searched are the modules and their classes, with the globals and closures that methods read; in
-    these containers and objects, but no other module or class.
-    """
-    modules = list(module.modules())
-    all_kinds = (x for each in modules for x in type(each).__mro__ if issubclass(x, nn.Module))
-    kinds = {x: None for x in all_kinds if _is_of_users(x)}
-    todo: list[tuple[str, Any]] = [("", x) for x in (*kinds, *map(vars, modules))]
-    found: dict[int, tuple[str, Any]] = {}
-    seen: set[int] = set()
-    while todo:
-        name, x = todo.pop()
-        if id(x) in seen:
-            continue
-        seen.add(id(x))
-        if isinstance(x, (*_CONTAINERS, Tensor)) or (isinstance(x, type) and x in kinds):
-            found[id(x)] = name, x
-            named = [("" if key == "_parameters" else key, held) for key, held in _items(x).items()]
-            todo += [(name or str(key), held) for key, held in named]
-        elif isinstance(x, tuple):
-            todo += [(name, held) for held in x]
-        elif isinstance(x, FunctionType):
-            todo += _variables_of(x)
-        elif _is_array(x) or isinstance(x, torch.Generator):
-            found[id(x)] = name, x
-        elif not isinstance(x, _NOT_SEARCHED):
-            todo.append((name, getattr(x, "__dict__", None)))
-            if slots := _slots(x):
-                found[id(x)] = name, x
-                todo += [(name, getattr(x, slot)) for slot in slots]
-    return list(found.values())
+def state_of(module: nn.Module) -> dict[str, Any]:
+    """Return what attributes and buffers hold, and the versions of parameters, to compare them."""
+    state: dict[str, Any] = {}
+    for name, parameter in module.named_parameters():
+        state[name] = 0 if parameter.is_inference() else parameter._version
+    for prefix, each in module.named_modules():
+        for key, x in (*vars(each).items(), *each._buffers.items()):
+            if key not in _OF_TORCH:
+                try:
+                    state[f"{prefix}.{key}".lstrip(".")] = _pickled(x)[0]
+                except Exception:
+                    state[f"{prefix}.{key}".lstrip(".")] = id(x)
+    return state
 
 
-def _is_array(x: Any) -> bool:
-    """Return True for an array of NumPy, which may not be installed."""
-    return type(x).__module__ == "numpy" and type(x).__name__ == "ndarray"
+class _Pickler(pickle.Pickler):
+    """Pickles attributes, but no code, module or parameter that they lead to."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.shared: dict[int, Any] = {}
+
+    def persistent_id(self, x: Any) -> int | None:
+        """Return a key of what is not copied."""
+        if not isinstance(x, _NOT_COPIED):
+            return None
+        self.shared[id(x)] = x
+        return id(x)
 
 
-def _slots(x: Any) -> list[str]:
-    """Return the attributes of an object that are in no dictionary."""
-    return [name for name in copyreg._slotnames(type(x)) if hasattr(x, name)]  # type: ignore[attr-defined]
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, shared: dict[int, Any]) -> None:
+        super().__init__(file)
+        self.shared = shared
+
+    def persistent_load(self, key: int) -> Any:
+        """Return what was not copied."""
+        return self.shared[key]
 
 
-def _variables_of(function: FunctionType) -> list[tuple[str, Any]]:
-    """Return the variables of a function's closure, and the globals it reads, with names."""
-    names = names_in(function.__code__)
-    read = [(name, x) for name, x in function.__globals__.items() if name in names]
-    return [
-        *((name, x) for name, x in read if not isinstance(x, FunctionType)),
-        *closure_of(function),
-    ]
+def _pickled(x: Any) -> tuple[bytes, dict[int, Any]]:
+    """Return the pickle of ``x`` and what it shares; raise anything if ``x`` cannot be pickled."""
+    pickler = _Pickler(file := io.BytesIO())
+    pickler.dump(x)
+    return file.getvalue(), pickler.shared
 
 
-def _items(holder: Any) -> dict[Any, Any]:
-    """Return what ``holder`` holds, by key; of a tensor its version."""
-    if isinstance(holder, Tensor):
-        return {_CONTENT: 0 if holder.is_inference() else holder._version}
-    if isinstance(holder, torch.Generator):
-        return {_CONTENT: tuple(holder.get_state().tolist())}
-    if _is_array(holder):
-        return {_CONTENT: holder.tobytes()}
-    if isinstance(holder, type):
-        return {key: x for key, x in vars(holder).items() if not key.startswith("__")}
-    if isinstance(holder, _CONTAINERS):
-        return dict(holder if isinstance(holder, dict) else enumerate(holder))
-    return {key: getattr(holder, key) for key in _slots(holder)}
-
-
-def _copy(holder: Any) -> Any:
-    """Return the content of a tensor, an array or a generator; parameters are others meanwhile."""
-    if isinstance(holder, torch.Generator):
-        return holder.get_state()
-    if _is_array(holder):
-        return holder.copy()
-    is_buffer = isinstance(holder, Tensor) and not isinstance(holder, nn.Parameter)
-    return holder.clone() if is_buffer else None
-
-
-def _differing(old: dict[Any, Any], new: dict[Any, Any]) -> list[Any]:
-    """Return the keys of what is not the same object, number or content in both."""
-
-    def same(key: Any) -> bool:
-        a, b = old.get(key, _MISSING), new.get(key, _MISSING)
-        return a is b or ((type(a) is type(b) is int or key is _CONTENT) and a == b)
-
-    return [key for key in dict.fromkeys((*old, *new)) if not same(key)]
-
-
-def _restore(holder: Any, items: dict[Any, Any], content: Any) -> None:
-    changed = _differing(items, _items(holder))
-    if not changed or isinstance(holder, nn.Parameter):
-        return
-    if isinstance(holder, Tensor):
-        with torch.no_grad():
-            holder.copy_(content)
-    elif isinstance(holder, torch.Generator):
-        holder.set_state(content)
-    elif _is_array(holder):
-        holder[...] = content
-    elif isinstance(holder, _CONTAINERS):
-        holder.clear()
-        add = holder.extend if isinstance(holder, (list, deque)) else holder.update
-        add(items if isinstance(holder, dict) else items.values())
-    else:  # attributes of a class, or slots
-        for key in changed:
-            setattr(holder, key, items[key]) if key in items else delattr(holder, key)
+def _copy(x: Any) -> Any:
+    """Return a copy, or ``x`` itself if it cannot be pickled."""
+    try:
+        data, shared = _pickled(x)
+        return _Unpickler(io.BytesIO(data), shared).load()
+    except Exception:
+        return x

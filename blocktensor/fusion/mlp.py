@@ -18,7 +18,7 @@ from ..ops.producers.reference import ACTIVATIONS
 from ..sharding.dtensor import fp8_part
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
-from .forward_reads import kept_state
+from .forward_reads import on_copies
 from .pattern import Drawn, Found, Pattern, Sample, held_by
 
 _ACTS = ("act_fn", "act", "activation_fn", "activation", "hidden_act")
@@ -99,8 +99,8 @@ class Gated(Pattern):
         reason = cls._why_unlike(module, linears, attribute)
         activations: Sequence[Any] = get_args(ActivationName)
         if attribute is not None and not reason:
-            activation = getattr(module, attribute)
-            with kept_state(module):
+            with on_copies(module):
+                activation = getattr(module, attribute)
                 activations = _activations_like(activation, cls._weight(module, linears[0]))
             if not activations:
                 label = getattr(activation, "__name__", type(activation).__name__)

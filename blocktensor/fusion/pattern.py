@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..sharding.dtensor import fp8_part
 from ..tensor.weight import BlockwiseFP8Weight
-from .forward_reads import kept_state
+from .forward_reads import on_copies, state_of
 from .fused_class import own_forward
 
 _ROWS = (2, 68)
@@ -176,14 +176,13 @@ def why_different(pattern: Pattern, module: nn.Module, drawn: Drawn) -> str | No
 
 def _why_different(pattern: Pattern, module: nn.Module, drawn: Drawn, small: bool) -> str | None:
     """Run :func:`why_different` with small parameters, or with parameters of the module's sizes."""
-    with (
-        _stand_ins(pattern, module, drawn, small) as parameters,
-        kept_state(module) as changed,
-    ):
+    with on_copies(module):
+        parameters = _stand_ins(pattern, module, drawn, small)
         x, arguments = pattern.sample(parameters, drawn)
         with _kept_random_numbers(x):
             if reason := pattern.why_not(module, *arguments(x)):
                 return reason
+            before = state_of(module)
 
             def as_written(x: Tensor) -> Any:
                 return own_forward(module)(*arguments(x))
@@ -203,8 +202,10 @@ def _why_different(pattern: Pattern, module: nn.Module, drawn: Drawn, small: boo
                     why = _why_unequal(
                         as_written, fused, lambda run: _results(run, x, parameters, drawn)
                     )
-                if name := changed():
-                    return f"its forward changes {name}"
+                after = state_of(module)
+                for name in dict.fromkeys((*before, *after)):
+                    if before.get(name) != after.get(name):
+                        return f"its forward changes {name}"
                 if why is not None:
                     return why if why.startswith(_RAISED) else why + mode
     return None
@@ -252,33 +253,19 @@ def _same(a: Any, b: Any) -> bool:
     return torch.equal(a.contiguous().view(bits), b.contiguous().view(bits))
 
 
-@contextmanager
-def _stand_ins(
-    pattern: Pattern, module: nn.Module, drawn: Drawn, small: bool
-) -> Iterator[dict[str, Tensor]]:
-    """Put drawn parameters into the module until the end; yield them by name."""
-    replaced: list[tuple[dict[str, Any], str, Any]] = []
+def _stand_ins(pattern: Pattern, module: nn.Module, drawn: Drawn, small: bool) -> dict[str, Tensor]:
+    """Put drawn parameters into the module; return them by name."""
     parameters: dict[str, Tensor] = {}
-
-    def replace(held: Any, key: str, value: Any) -> None:
-        replaced.append((held, key, held[key]))
-        held[key] = value
-
-    try:
-        for holder, key, name in pattern.parameters(module):
-            old: Any = holder._parameters[key]
-            values = drawn.of(name, _smaller(old.shape) if small else tuple(old.shape), old)
-            values = values.to(pattern.drawn_dtype(values.dtype))
-            fp8 = fp8_part(old)
-            made = values if fp8 is None else BlockwiseFP8Weight(values, fp8.recipe)
-            parameters[name] = parameter = nn.Parameter(made)
-            replace(holder._parameters, key, pattern.held_as(parameter))
-        for key, value in pattern.settings(parameters).items():
-            replace(vars(module), key, value)
-        yield parameters
-    finally:
-        for held, key, was in replaced:
-            held[key] = was
+    for holder, key, name in pattern.parameters(module):
+        old: Any = holder._parameters[key]
+        values = drawn.of(name, _smaller(old.shape) if small else tuple(old.shape), old)
+        values = values.to(pattern.drawn_dtype(values.dtype))
+        fp8 = fp8_part(old)
+        made = values if fp8 is None else BlockwiseFP8Weight(values, fp8.recipe)
+        parameters[name] = parameter = nn.Parameter(made)
+        holder._parameters[key] = pattern.held_as(parameter)
+    vars(module).update(pattern.settings(parameters))
+    return parameters
 
 
 def _smaller(shape: Sequence[int]) -> tuple[int, ...]:
