@@ -86,7 +86,7 @@ def _matmul(
     running = this_thread.running
     is_cast = isinstance(x, BlockwiseFP8Tensor) and (offs is None or plan.x_columnwise is None)
     if running is not None and not is_cast:
-        cast = running.forms_of(x, w, offs, plan, _caster(offs))
+        cast = running.forms_of(x, offs, plan, _caster(offs))
     if plan.casts_x:
         x = x.to(plan.out_dtype)
     apply = FP8Linear.apply if plan.tracing else _apply_eagerly

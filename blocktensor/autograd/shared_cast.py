@@ -11,7 +11,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Hashable
-from itertools import zip_longest
 from typing import Any, TypeVar
 
 import torch
@@ -37,44 +36,27 @@ this_thread = _Thread()
 class SharedCasts:
     """Share the casts of inputs of linears in each run, between :meth:`begin` and :meth:`end`.
 
-    Whole runs tell how many linears get each input, the most of all runs. From the next run on,
-    forms are dropped after their last use, and an input of one linear is left to it.
+    A run keeps the forms of its latest input.
 
     Attributes:
         casts: inputs cast so far, by all threads.
         saved: casts that sharing made unnecessary so far.
-        expected: the number of linears that got each input, in order.
     """
 
     def __init__(self) -> None:
         self.casts = self.saved = 0
-        self.expected: tuple[int, ...] = ()
 
     def begin(self) -> None:
         """Share casts in this thread from now on."""
         this_thread.running = Run(self, this_thread.running)
 
-    def end(self, whole: bool) -> list[list[int]]:
-        """Return to what ran before.
-
-        Args:
-            whole: whether no exception ended the run, whose inputs are expected from now on.
-
-        Returns:
-            Of each input, the ids of the weights that it met; empty if the inputs were expected.
-        """
+    def end(self) -> None:
+        """Return to what ran before."""
         run = this_thread.running
         while run is not None and run.shared is not self:  # an exception may have left it there
             run = run.outer
-        if run is None:  # begin was not reached
-            return []
-        this_thread.running = run.outer
-        counts = map(len, run.users)
-        most = tuple(map(max, zip_longest(counts, self.expected, fillvalue=0)))
-        if not whole or most == self.expected:
-            return []
-        self.expected = most
-        return run.users
+        if run is not None:  # else begin was not reached
+            this_thread.running = run.outer
 
 
 class _Latest(weakref.ref[Tensor]):
@@ -96,18 +78,15 @@ class Run:
     Attributes:
         shared: what runs.
         outer: the run around this one.
-        users: of each input so far, the ids of the weights that it met.
     """
 
     def __init__(self, shared: SharedCasts, outer: Run | None) -> None:
         self.shared, self.outer = shared, outer
-        self.users: list[list[int]] = []
         self._latest: _Latest | None = None
 
     def forms_of(
         self,
         x: Tensor,
-        w: Tensor,
         offs: Tensor | None,
         plan: AnyPlan,
         cast: Callable[[AnyPlan, Tensor], tuple[Tensor, ...]],
@@ -116,7 +95,6 @@ class Run:
 
         Args:
             x: the input.
-            w: the weight that it meets.
             offs: the ends of the groups of a grouped linear.
             plan: of the linear.
             cast: given the plan, and the input in the dtype that is cast.
@@ -137,22 +115,14 @@ class Run:
             plan.casts_x and plan.out_dtype, plan.format, plan.wgrad_input,
             None if offs is None else (id(offs), offs._version, offs.data_ptr()), stream,
         )  # fmt: skip
-        latest, shared = self._latest, self.shared
+        latest = self._latest
         if latest is None or latest.key != key:
             latest = self._latest = _Latest(whole, _Latest.drop)
             latest.key, latest.forms = key, ()
-            self.users.append([])
-        users = self.users[-1]
-        users.append(id(w))
-        expected = next(iter(shared.expected[len(self.users) - 1 :]), 0)
-        forms = latest.forms
-        if len(forms) >= (2 if plan.x_columnwise is None else 4):
-            shared.saved += 1
+        if len(latest.forms) >= (2 if plan.x_columnwise is None else 4):
+            self.shared.saved += 1
         else:
-            shared.casts += 1
-            if expected == len(users) == 1:
-                return ()
+            self.shared.casts += 1
             made = x.detach()
-            forms = cast(plan, made.to(plan.out_dtype) if plan.casts_x else made)
-        latest.forms = () if len(users) == expected else forms
-        return forms
+            latest.forms = cast(plan, made.to(plan.out_dtype) if plan.casts_x else made)
+        return latest.forms

@@ -24,7 +24,6 @@ class InputGroup(SharedCasts):
     Attributes:
         name: of the module, relative to the model; empty for the model itself.
         linears: names of its linears, or of its stacks, relative to the module.
-        together: the linears that got one input, as found by running; a tuple for each input.
         of_fuse: whether ``fuse`` made the group, and ``unfuse`` removes it.
     """
 
@@ -33,7 +32,6 @@ class InputGroup(SharedCasts):
     ) -> None:
         super().__init__()
         self.name, self.linears, self.of_fuse = name, linears, of_fuse
-        self.together: tuple[tuple[str, ...], ...] = ()
         # The hooks hold no reference to the module, which would delay the freeing of a model.
         self._handles: list[RemovableHandle] = [
             module.register_forward_pre_hook(self._begin),
@@ -50,31 +48,8 @@ class InputGroup(SharedCasts):
             self.begin()
 
     def _end(self, module: nn.Module, args: Any, result: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
-        met = self.end(whole=result is not None)
-        if met:
-            names = self._names(module)
-            self.together = tuple(
-                dict.fromkeys(
-                    tuple(names[x] for x in each)
-                    if names.keys() >= set(each)
-                    else (f"{len(each)} products",)  # of transposes, copies, adapters
-                    for each in met
-                    if len(each) > 1 or each[0] in names
-                )
-            )
-
-    def _names(self, module: nn.Module) -> dict[int, str]:
-        """Return the names of the weights by their ids."""
-        held: dict[int, str] = {}
-        for name in self.linears:
-            owner, _, own = name.rpartition(".")
-            weight = module.get_submodule(owner)._parameters.get(own)
-            if weight is None:  # of a linear
-                weight = module.get_submodule(name)._parameters.get("weight")
-            held[id(weight)] = name
-        return held
+        if not torch.compiler.is_compiling():
+            self.end()
 
 
 @dataclass(frozen=True)
@@ -102,13 +77,12 @@ class SharingReport(Report):
             (
                 group.name,
                 ", ".join(group.linears),
-                ", ".join("+".join(linears) for linears in group.together) or "not run yet",
                 str(group.casts),
                 str(group.saved),
             )
             for group in self.groups
         )
-        header = ("module", "linears", "given one input", "casts", "saved")
+        header = ("module", "linears", "casts", "saved")
         summary = f"{len(self.groups)} groups; {self.casts} casts made, {self.saved} saved"
         return [Table(header, rows), summary]
 
@@ -116,9 +90,8 @@ class SharingReport(Report):
 def share_inputs(model: nn.Module) -> SharingReport:
     """Cast an input once for all FP8 linears, or stacks, of a module that get the same tensor.
 
-    The effect is that of ``blocktensor.quantize`` in model code. The first run finds the linears
-    that get one input. While the module's forward runs, the cast of the latest input is kept until
-    the last of these linears has used it. Nothing is shared outside of that forward, under
+    The effect is that of ``blocktensor.quantize`` in model code. While the module's forward runs,
+    the cast of the latest input is kept. Nothing is shared outside of that forward, under
     ``torch.compile``, functorch, ``torch.inference_mode`` and dispatch modes, or if an input was
     changed in place. Results and gradients keep their bits.
 

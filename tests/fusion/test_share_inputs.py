@@ -52,7 +52,7 @@ def test_results_and_gradients_are_those_of_the_unshared_model(
 ) -> None:
     shared, unshared, by_hand = (converted(Qkv(h), recipe) for h in (False, False, True))
     share_inputs(shared)
-    for seed in range(3):  # the first run finds what the others expect
+    for seed in range(2):
         x = randn(2, 5, K, seed=seed, dtype=torch.float32)
         with torch.autocast("cpu", torch.bfloat16, enabled=bf16_autocast):
             y, *wanted = results(unshared, x)
@@ -107,17 +107,16 @@ def test_one_cast_an_activation(
 def test_the_report() -> None:
     model = converted(nn.ModuleDict({"layers": nn.ModuleList([Qkv(), Qkv()]), "mlp": Mlp()}))
     report = share_inputs(model)
-    assert "not run yet" in str(report)
     for layer in model["layers"]:
         layer(X)
     model["mlp"](X)
     assert_expected_inline(
         str(report),
         """\
-module        linears         given one input  casts  saved
-------------  --------------  ---------------  -----  -----
-layers.* (2)  q, k, v, o      q+k+v, o         2      2
-mlp           gate, up, down  gate+up, down    2      1
+module        linears         casts  saved
+------------  --------------  -----  -----
+layers.* (2)  q, k, v, o      2      2
+mlp           gate, up, down  2      1
 3 groups; 6 casts made, 5 saved""",
     )
     assert share_inputs(model).groups == report.groups  # again changes nothing
@@ -154,10 +153,9 @@ def test_a_different_recipe_is_cast_by_itself() -> None:
 
 
 @pytest.mark.parametrize("first", [None, torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("learned", [False, True])
 @pytest.mark.parametrize("frozen", ["", "q", "qkv"])
 def test_a_cast_without_gradients_does_not_serve_one_with(
-    first: Callable[[], Any] | None, learned: bool, frozen: str
+    first: Callable[[], Any] | None, frozen: str
 ) -> None:
     shared, unshared = Qkv(), Qkv()
 
@@ -173,8 +171,7 @@ def test_a_cast_without_gradients_does_not_serve_one_with(
         assert isinstance(model.q.weight, BlockwiseFP8Tensor) == ("q" in frozen)
         model.between = functools.partial(without, model)
     share_inputs(shared)
-    for _ in range(1 + learned):
-        assert_same(results(shared, X), results(unshared, X))
+    assert_same(results(shared, X), results(unshared, X))
 
 
 def test_autocast_within_the_module() -> None:
@@ -306,9 +303,9 @@ blocktensor.convert(model)""",
 SIZES = torch.tensor([3, 0, 129, 8])
 TOKENS = randn(140, 128, grad=True)
 REPORT = """\
-module   linears                 given one input  casts  saved
--------  ----------------------  ---------------  -----  -----
-(model)  w1_EFD, w2_EDF, w3_EFD  2 products       6      3
+module   linears                 casts  saved
+-------  ----------------------  -----  -----
+(model)  w1_EFD, w2_EDF, w3_EFD  6      3
 1 groups; 6 casts made, 3 saved"""
 
 

@@ -221,4 +221,4 @@ def test_the_values_of_shared_inputs() -> None:
     assert (values["casts"], values["saved"]) == (2, 1)
     (group,) = values["groups"]
     assert group["name"] == ODD
-    assert group["together"] == [["gate_proj", "up_proj"], ["down_proj"]]
+    assert group["linears"] == ["gate_proj", "up_proj", "down_proj"]
