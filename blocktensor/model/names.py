@@ -1,8 +1,7 @@
-"""Resolve the names of modules that a caller gives: patterns to skip, to fuse, or of experts."""
+"""Resolve the names of modules that a caller gives: patterns to skip, or of experts."""
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -31,13 +30,9 @@ def with_all_above(name: str) -> list[str]:
     return [".".join(parts[: i + 1]) for i in range(len(parts))]
 
 
-def _matches_nothing(model: nn.Module) -> str:
-    return f"matches no module of this {type(model).__name__}"
-
-
-def _hint(near: Iterable[str]) -> str:
-    names = ", ".join(map(repr, near))
-    return f"; near it: {names}" if names else ""
+def _ends(names: Iterable[str]) -> str:
+    """List the last parts of the names of modules, each once."""
+    return ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in names)) or "none"
 
 
 def weights_to_skip(
@@ -78,30 +73,14 @@ def weights_to_skip(
         matches = re.compile(fnmatch.translate(pattern)).match
         found = [w for name, w in weights.items() if any(map(matches, with_all_above(name)))]
         if not found:
-            raise ValueError(_why_nothing_to_skip(model, pattern, modules, weights))
+            raise ValueError(
+                f"skip pattern {pattern!r} matches no weight of this {type(model).__name__} that "
+                f"could be converted: expected a pattern of the names of linears or modules above "
+                f"them; names of such weights end in {_ends(weights)}"
+            )
         for weight in found:
             skipped.setdefault(weight, pattern)
     return skipped
-
-
-def _why_nothing_to_skip(
-    model: nn.Module, pattern: str, modules: dict[str, nn.Module], weights: Iterable[str]
-) -> str:
-    what = _matches_nothing(model)
-    if found := fnmatch.filter(modules, pattern):
-        kind = type(modules[found[0]]).__name__
-        what = (
-            f"matches only modules that convert leaves alone anyway, such as {found[0]!r} ({kind})"
-        )
-    known = dict.fromkeys(above for name in weights for above in with_all_above(name) if above)
-    last = dict.fromkeys(name.rpartition(".")[2] for name in known)
-    near = difflib.get_close_matches(pattern, known, n=3) or [
-        f"*.{name}" for name in difflib.get_close_matches(pattern.split(".")[-1], last, n=3)
-    ]
-    return (
-        f"skip pattern {pattern!r} {what}: expected a pattern that names linears or modules above "
-        f"them{_hint(near)}"
-    )
 
 
 def named_experts(model: nn.Module, stacks: Experts) -> Named:
@@ -129,10 +108,12 @@ def named_experts(model: nn.Module, stacks: Experts) -> Named:
             )
         matches = fnmatch.filter(modules, pattern)
         if not matches:
-            near = difflib.get_close_matches(pattern, modules, n=3)
+            held = ((n, p) for n, x in modules.items() for p in x._parameters.values())
+            holders = _ends(n for n, p in held if p is not None and p.ndim == 3)
             raise ValueError(
-                f"stacks pattern {pattern!r} {_matches_nothing(model)}: expected a pattern of the "
-                f"names of modules that hold stacks{_hint(near)}"
+                f"stacks pattern {pattern!r} matches no module of this {type(model).__name__}: "
+                f"expected a pattern of the names of modules that hold stacks; modules with "
+                f"parameters of 3 dimensions have names that end in {holders}"
             )
         for module_name in matches:
             module = modules[module_name]

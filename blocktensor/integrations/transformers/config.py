@@ -1,9 +1,9 @@
-"""The choices of a conversion as transformers carries them, in memory and in ``config.json``."""
+"""The choices of a conversion, as ``from_pretrained`` takes them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from transformers.quantizers.auto import register_quantization_config
@@ -13,7 +13,7 @@ from ...conversion.report import MinSizes
 from ...recipe import DEFAULT_RECIPE, Recipe
 
 METHOD = "blocktensor"
-"""``quant_method`` in a ``config.json``."""
+"""The name of the quantization method in transformers."""
 
 
 @register_quantization_config(METHOD)
@@ -33,11 +33,6 @@ class BlockwiseFP8Config(QuantizationConfigMixin):  # type: ignore[misc,unused-i
         frozen: the whole model requires no gradient, and its FP8 weights take 1 byte each: for
             inference, and for adapters. False: it trains.
         fuse: call :func:`blocktensor.fuse` on the model.
-        mark: ``save_pretrained`` writes this config into ``config.json``, so that
-            ``from_pretrained`` converts again by itself where this module is imported. transformers
-            without it warns and loads the ordinary weights; other libraries may refuse a method
-            that they do not know. False: nothing in the checkpoint tells of FP8, and the config is
-            ``model.hf_quantizer.quantization_config``, not ``model.config.quantization_config``.
 
     Raises:
         TypeError, ValueError: for a value that :func:`blocktensor.convert` would refuse for any
@@ -51,8 +46,7 @@ class BlockwiseFP8Config(QuantizationConfigMixin):  # type: ignore[misc,unused-i
     convert_head: bool = False
     frozen: bool = False
     fuse: bool = False
-    mark: bool = False
-    quant_method: str = field(default=METHOD, init=False)  # type: ignore[assignment,unused-ignore]
+    quant_method: str = METHOD  # type: ignore[assignment,unused-ignore]
 
     def __post_init__(self) -> None:
         if not isinstance(self.recipe, Recipe):
@@ -74,50 +68,10 @@ class BlockwiseFP8Config(QuantizationConfigMixin):  # type: ignore[misc,unused-i
                 f"experts={self.experts!r}: expected True, False, or the names of stacks by "
                 f"patterns of module names, e.g. {{'*.moe': ['w_up', 'w_down']}}"
             )
-        for name in ("frozen", "fuse", "mark", "convert_head"):
+        for name in ("frozen", "fuse", "convert_head"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name}={getattr(self, name)!r}: expected True or False")
-
-    @classmethod
-    def from_dict(
-        cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any
-    ) -> Any:
-        """Make the config of a ``config.json``; ``kwargs`` replace its entries.
-
-        Raises:
-            ValueError: an entry that this version does not know.
-        """
-        known = {x.name for x in fields(cls) if x.init}
-        entries = {key: value for key, value in config_dict.items() if key != "quant_method"}
-        _check_known(entries, known, "quantization_config")
-        for key, kind in (("recipe", Recipe), ("skip_small", MinSizes)):
-            if isinstance(entries.get(key), Mapping):
-                entries[key] = _made(kind, entries[key], key)
-        entries |= {key: kwargs.pop(key) for key in sorted(known & kwargs.keys())}
-        config = cls(**entries)
-        return (config, kwargs) if return_unused_kwargs else config
 
     def to_dict(self) -> dict[str, Any]:
         """Return all entries, of the types of JSON, with ``quant_method``."""
         return asdict(self)
-
-    def __iter__(self) -> Iterator[tuple[str, Any]]:
-        """Yield the items of ``dict(config)``."""
-        yield from self.to_dict().items()
-
-
-def _made(kind: Any, entries: Mapping[str, Any], name: str) -> Any:
-    _check_known(entries, {x.name for x in fields(kind)}, f"{name} of quantization_config")
-    try:
-        return kind(**entries)
-    except TypeError as error:
-        raise ValueError(f"quantization_config: {name}={dict(entries)!r}: {error}") from None
-
-
-def _check_known(entries: Mapping[str, Any], known: Set[str], what: str) -> None:
-    unknown = sorted(entries.keys() - known)
-    if unknown:
-        raise ValueError(
-            f"{what} has the unknown entries {unknown}: expected some of {sorted(known)}; they may "
-            f"be those of a later version of blocktensor"
-        )

@@ -33,7 +33,7 @@ from ...checkpoint.names import possible_names
 from ...checkpoint.on_disk import SCALE_SUFFIX, CheckpointError
 from ...recipe import Recipe
 from ...tensor.compat.callers import Caller
-from .config import METHOD, BlockwiseFP8Config
+from .config import BlockwiseFP8Config
 
 _FP8_METHOD = "fp8"
 """The method of checkpoints that ``load_fp8`` reads, by its name in ``config.json``."""
@@ -50,7 +50,7 @@ def prefer_given_config() -> None:
             return theirs(quantization_config, quantization_config_from_args)
         stored = dict(quantization_config).get("quant_method")
         stored = getattr(stored, "value", stored)
-        if stored not in (METHOD, _FP8_METHOD):
+        if stored != _FP8_METHOD:
             raise ValueError(
                 f"the checkpoint is quantized by {stored!r}, which blocktensor does not read: "
                 f"expected {_FP8_METHOD!r} or a checkpoint in high precision; "

@@ -133,8 +133,7 @@ class BlockwiseFP8Quantizer(HfQuantizer):  # type: ignore[misc,unused-ignore]
         self._stored = None
         if config.fuse:
             self.fusion = fuse(model)
-        if not config.mark:
-            del model.config.quantization_config
+        del model.config.quantization_config  # checkpoints hold ordinary weights
         return model
 
     def get_state_dict_and_metadata(

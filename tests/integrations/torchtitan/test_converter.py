@@ -143,7 +143,7 @@ def test_the_report_is_logged_and_configs_show_the_choices(
         ({"filter_fqns": [""]}, ValueError, "empty name, which every module contains"),
         ({"convert_head": "fp8"}, TypeError, "convert_head='fp8': expected True or False"),
         ({"scale": "bf16"}, ValueError, "scale"),
-        ({"filter_fqns": ["attn.wo"]}, ValueError, r"filter_fqns=\['attn.wo'\].*no module"),
+        ({"filter_fqns": ["attn.wo"]}, ValueError, r"filter_fqns=\['attn.wo'\].*no weight"),
     ],
 )
 def test_errors(options: dict[str, Any], error: type[Exception], match: str) -> None:

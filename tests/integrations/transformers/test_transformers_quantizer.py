@@ -12,8 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, CompileConfig
-from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+from transformers import AutoModelForCausalLM, CompileConfig
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 from transformers.trainer_utils import validate_quantization_for_training
 
@@ -186,38 +185,6 @@ def test_dequantize_gives_the_values(llama_folder: Path, frozen: bool) -> None:
     assert all(torch.equal(x, wanted[n]) for n, x in model.named_parameters())
     assert {x.requires_grad for x in model.parameters()} == {not frozen}
     assert getattr(model, "hf_quantizer", None) is None
-
-
-# The config in a file
-
-
-def entry_of(folder: Path) -> Any:
-    return json.loads((folder / "config.json").read_text()).get("quantization_config")
-
-
-def test_a_checkpoint_is_marked_if_asked(
-    llama_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    loaded(llama_folder).save_pretrained(tmp_path / "plain")
-    assert entry_of(tmp_path / "plain") is None
-    config = choices(mark=True, skip=["*.q_proj"])
-    model = loaded(llama_folder, config)
-    assert model.config.quantization_config == config
-    model.save_pretrained(tmp_path / "marked")
-    assert entry_of(tmp_path / "marked") == config.to_dict()
-
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "marked")
-    assert again.config.quantization_config == again.hf_quantizer.quantization_config == config
-    assert kinds(again) == kinds(model)
-    assert torch.equal(logits(again), logits(model))
-    # what is given counts more than what is stored
-    other = loaded(tmp_path / "marked", choices())
-    assert kinds(other) == kinds(by_hand(llama_folder))
-    # and who has not imported us gets an ordinary model
-    monkeypatch.delitem(AUTO_QUANTIZATION_CONFIG_MAPPING, "blocktensor")
-    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "marked")
-    assert kinds(plain) == kinds(AutoModelForCausalLM.from_pretrained(llama_folder))
-    assert AutoConfig.from_pretrained(tmp_path / "marked").quantization_config == config.to_dict()
 
 
 def test_the_checkpoint_of_another_method_is_refused(llama_folder: Path, tmp_path: Path) -> None:
