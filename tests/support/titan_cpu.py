@@ -73,8 +73,7 @@ def patch_torchtitan() -> None:
         warnings.simplefilter("ignore")
         import torchtitan.distributed.fsdp as fsdp
         import torchtitan.models.deepseek_v3.config_registry
-        import torchtitan.models.llama3.config_registry
-        import torchtitan.models.qwen3.config_registry  # noqa: F401
+        import torchtitan.models.llama3.config_registry  # noqa: F401
         import torchtitan.trainer as trainer
 
     trainer.time = types.SimpleNamespace(sleep=lambda seconds: None, perf_counter=time.perf_counter)

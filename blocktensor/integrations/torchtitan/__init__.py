@@ -1,7 +1,7 @@
 """Blockwise FP8 training in torchtitan 0.3, without a change to its files.
 
-The guide is docs/guides/torchtitan.md. Public: the names below, ``overrides`` for
-``--override.imports`` and ``config_registry`` for ``--module blocktensor.integrations.torchtitan``.
+The guide is docs/guides/torchtitan.md. Public: the names below, and ``overrides`` for
+``--override.imports``.
 """
 
 from .converter import BlockwiseFP8Converter

@@ -107,30 +107,12 @@ def test_overrides_reach_the_config_that_the_trainer_has() -> None:
     assert isinstance(run.activation_checkpoint, BlockwiseFP8SelectiveAC.Config)
 
 
-def parse(*arguments: str) -> Any:
-    return ConfigManager().parse_args(list(arguments))
-
-
 def test_command_line() -> None:
     fp8 = f'{HERE}.overrides.blockwise_fp8={{"filter_fqns": ["wo"]}}'
     ac = f"{HERE}.overrides.selective_ac"
     stock = ("--module", "llama3", "--config", "llama3_debugmodel")
-    run = parse(*stock, "--override.imports", fp8, ac)
+    run = ConfigManager().parse_args([*stock, "--override.imports", fp8, ac])
     assert run.override.imports == [(fp8.partition("=")[0], {"filter_fqns": ["wo"]}), ac]
-
-    run = parse("--module", HERE, "--config", "deepseek_v3_debugmodel", "--training.steps", "3")
-    assert run.training.steps == 3
-    assert type(run.activation_checkpoint) is BlockwiseFP8SelectiveAC.Config
-    shown = run.model_spec.model.to_dict()
-    assert shown["blockwise_fp8"]["skip_small"] is False
-
-
-@pytest.mark.parametrize(
-    "name", ["llama3_debugmodel", "llama3_8b", "llama3_70b", "qwen3_30b_a3b", "deepseek_v3_16b"]
-)
-def test_configs_of_runs(name: str) -> None:
-    run = parse("--module", HERE, "--config", name)
-    assert "blockwise_fp8" in run.model_spec.model.to_dict()
 
 
 def test_the_guide() -> None:
