@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import sys
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
@@ -14,7 +12,7 @@ from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 from torch.nn.parameter import is_lazy
 
-from ..model.weights import fp8_weights, is_fully_sharded, weights_of, why_unconvertible
+from ..model.weights import is_fully_sharded
 from ..ops.checks import high_precision_dtype
 from ..recipe import DEFAULT_RECIPE, Recipe
 from ..sharding.dtensor import check_cuts, fp8_part, is_parallel, local_of
@@ -174,59 +172,3 @@ def _is_in_use(parameter: Tensor) -> bool:
     in_use: bool = parameter._use_count() > 2  # type: ignore[attr-defined]
     del edge
     return in_use
-
-
-# Other modules that hold a weight
-
-
-def _references() -> int:
-    parameters = {"weight": nn.Parameter()}
-    return sys.getrefcount(parameters["weight"])
-
-
-_HELD_ONCE = _references()
-"""Count of ``sys.getrefcount`` for a parameter that one module alone holds."""
-
-
-def holders_of_weight(module: nn.Module, known: int = 1, key: str = "weight") -> list[nn.Module]:
-    """Return the modules that hold the parameter ``key`` of ``module``, inside a model or not.
-
-    ``known``: how many modules are known to hold it. If nothing else refers to the parameter, only
-    ``module`` is returned, and a search among all objects is saved (it takes milliseconds).
-    """
-    if sys.getrefcount(module._parameters[key]) - _HELD_ONCE < known:
-        return [module]
-    tables = {id(x) for x in gc.get_referrers(module._parameters[key]) if type(x) is dict}
-    if len(tables) == 1:
-        return [module]
-    modules = [x for x in gc.get_objects() if issubclass(type(x), nn.Module)]
-    return [x for x in modules if id(vars(x).get("_parameters")) in tables]
-
-
-def holder_in_need(module: nn.Module, known: int = 1, key: str = "weight") -> str | None:
-    """Return the kind of another module that needs the values that a frozen weight would drop.
-
-    ``known``: how many modules are known to hold it, all of them for products.
-    """
-    parameter = module._parameters[key]
-    if parameter is None or parameter.requires_grad or parameter.is_meta:
-        return None
-    del parameter  # references to it are counted
-    return needs_values(module, known, key)
-
-
-def needs_values(module: nn.Module, known: int = 1, key: str = "weight") -> str | None:
-    """Return the kind of another module that holds a weight, and not for products alone.
-
-    ``known``: how many modules are known to hold it, all of them for products.
-    """
-    for holder in holders_of_weight(module, known, key):
-        if holder is not module and not _multiplies(holder, module._parameters[key]):
-            return type(holder).__name__
-    return None
-
-
-def _multiplies(holder: nn.Module, parameter: object) -> bool:
-    read = {*weights_of(holder), *fp8_weights(holder)}
-    keys = [key for key, held in holder._parameters.items() if held is parameter]
-    return all(key in read and why_unconvertible(holder, key) is None for key in keys)

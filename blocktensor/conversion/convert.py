@@ -35,7 +35,7 @@ from ..sharding.fsdp.fsdp_internals import owner_of
 from ..tensor.base import FP8Base
 from ..tensor.compat.swap_in import swap_in
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
-from .checks import castable, holder_in_need, not_fake
+from .checks import castable, not_fake
 from .fast_path import described, gpu_of, warn_if_missing
 from .plan import NO_FAST_PATH, Choices, Filter, decide, heads_of, is_to_be_cast
 from .pretrained_models import follow_pretrained_models
@@ -55,9 +55,9 @@ def to_blockwise_fp8_weights(module: nn.Module, recipe: Recipe | None = None) ->
     requires a gradient
     becomes a :class:`BlockwiseFP8Weight`, a frozen one a :class:`BlockwiseFP8Tensor` whose
     high-precision copy is dropped (on the meta device: a BlockwiseFP8Weight, to be initialised
-    later). A frozen weight that another module needs in high precision (an embedding, say) is left
-    alone with a warning. A weight that FSDP2 has sharded is gathered in FP8 from then on; convert
-    it before the first forward.
+    later), also if another module holds it, an embedding say, whose forward then raises;
+    :func:`convert`, which sees all modules, leaves such a weight alone. A weight that FSDP2 has
+    sharded is gathered in FP8 from then on; convert it before the first forward.
 
     Args:
         module: any module.
@@ -92,15 +92,7 @@ def to_blockwise_fp8_weights(module: nn.Module, recipe: Recipe | None = None) ->
         if (gpu := gpu_of(matrix.parameter.device)) is not None:
             warn_if_missing(gpu)
     for matrix in chosen:
-        if (holder := holder_in_need(matrix.module, key=matrix.key)) is None:
-            _swap(matrix, recipe)
-            continue
-        warnings.warn(
-            f"a frozen weight {list(matrix.parameter.shape)} stays in high precision, because "
-            f"another module holds it too ({holder}): give the linear a copy of its own, or let "
-            f"the weight require a gradient",
-            stacklevel=2,
-        )
+        _swap(matrix, recipe)
     _register_hooks(module)
 
 

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..model.names import is_module
-from ..model.weights import Matrix, fp8_weights, frozen_form
+from ..model.weights import Matrix, fp8_weights, frozen_form, kind_of, why_unconvertible
 from ..sharding.dtensor import fp8_part, with_local
 from ..sharding.fsdp.gather import GatheredInFP8
 from ..tensor.compat.swap_in import swap_in
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
-from .checks import needs_values, swappable
+from .checks import swappable
 from .state_dict import register_state_hooks
 
 
@@ -28,7 +27,7 @@ def freeze(model: nn.Module) -> list[str]:
         The names of the linears, and of the stacks of experts, that were frozen.
 
     Raises:
-        ValueError: another module, an embedding say, holds the weight too.
+        ValueError: another module of the model, an embedding say, holds the weight too.
         NotImplementedError: FSDP2 has sharded a weight; freeze the model before ``fully_shard``.
         RuntimeError: an autograd graph or a wrapper such as DDP uses a weight.
     """
@@ -59,9 +58,14 @@ def _swap_all(model: nn.Module, trains: bool) -> list[str]:
         for name, module in model.named_modules()
         for key in fp8_weights(module)
     ]
-    users = Counter(id(weight.parameter) for weight in weights)
+    others = {
+        id(parameter): kind_of(module)
+        for module in model.modules()
+        for key, parameter in module._parameters.items()
+        if key not in fp8_weights(module) or why_unconvertible(module, key) is not None
+    }
     for weight in weights:
-        _check(weight, trains, users[id(weight.parameter)])
+        _check(weight, trains, others.get(id(weight.parameter)))
     names = []
     done: set[int] = set()  # tied weights are swapped once and listed under each name
     for weight in weights:
@@ -77,8 +81,8 @@ def _swap_all(model: nn.Module, trains: bool) -> list[str]:
     return names
 
 
-def _check(weight: Matrix, trains: bool, users: int) -> None:
-    """Raise if an FP8 weight cannot be exchanged, or if another module needs its master."""
+def _check(weight: Matrix, trains: bool, other: str | None) -> None:
+    """Raise if an FP8 weight cannot be exchanged, or if a module of kind ``other`` reads it."""
     what = f"the weight of {weight.label!r}" if weight.label else "the weight"
     fp8 = fp8_part(weight.parameter)
     is_trained = isinstance(fp8, BlockwiseFP8Weight) and not fp8.is_meta
@@ -92,13 +96,10 @@ def _check(weight: Matrix, trains: bool, users: int) -> None:
         )
     del fp8  # references to it are counted
     swappable(weight.parameter, what)
-    if trains or not is_trained:
-        return
-    holder = needs_values(weight.module, users, weight.key)
-    if holder is not None:
+    if is_trained and not trains and other is not None:
         raise ValueError(
             f"the weight of {weight.label!r} cannot be frozen, because another module reads its "
-            f"values too ({holder}): give the linear a copy of its own, or leave it trainable"
+            f"values too ({other}): give the linear a copy of its own, or leave it trainable"
         )
 
 

@@ -12,12 +12,19 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ..model.names import Weight, with_all_above
-from ..model.weights import Matrix, is_linear, is_read, local_stack, sizes_of, why_unconvertible
+from ..model.weights import (
+    Matrix,
+    is_linear,
+    is_read,
+    kind_of,
+    local_stack,
+    sizes_of,
+    why_unconvertible,
+)
 from ..ops.checks import HIGH_PRECISION
 from ..ops.formats import BLOCK
 from ..recipe import Recipe
 from ..sharding.dtensor import fp8_part
-from .checks import holder_in_need
 from .fast_path import gpu_of, is_portable
 from .report import ALREADY, MinSizes
 
@@ -66,12 +73,14 @@ def decide(matrices: Sequence[Matrix], choices: Choices) -> None:
 def _decide_on(tied: Sequence[Matrix], choices: Choices) -> None:
     """Decide on one parameter. ``tied``: all that hold it, in the order of modules."""
     linears = [matrix for matrix in tied if matrix.unconvertible is None]
+    others = [kind_of(matrix.module) for matrix in tied if matrix.unconvertible is not None]
     first = linears[0] if linears else tied[0]
     left = {x: why for x in linears if (why := _why_left(x, tied, choices)) is not None}
     if not linears:
         left = {first: str(first.unconvertible)}
-    elif not left and (holder := holder_in_need(first.module, len(linears), first.key)) is not None:
-        left = {first: f"frozen, and another module holds it too: {holder}"}
+    elif others and not left and not (first.parameter.requires_grad or first.parameter.is_meta):
+        # one of these may read the values that would be dropped
+        left = {first: f"frozen, and another module holds it too: {others[0]}"}
     is_fp8 = fp8_part(first.parameter) is not None
     if left and is_fp8 and is_read(first.module, first.key, first.parameter):
         left = {first: ALREADY}

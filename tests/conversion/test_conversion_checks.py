@@ -12,10 +12,15 @@ import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from blocktensor import BlockwiseFP8Weight, Recipe, convert, freeze, unfreeze
+from blocktensor import (
+    BlockwiseFP8Tensor,
+    BlockwiseFP8Weight,
+    Recipe,
+    convert,
+    freeze,
+    unfreeze,
+)
 from blocktensor import to_blockwise_fp8_weights as apply
-from blocktensor.conversion import checks
-from blocktensor.conversion.checks import holders_of_weight
 from tests.support.models import (
     DIM,
     LINEARS,
@@ -300,72 +305,41 @@ if dist.is_available():
 # Other modules that hold a weight
 
 
-def test_who_holds_a_weight(monkeypatch: pytest.MonkeyPatch) -> None:
-    linear, embedding, other = nn.Linear(DIM, 50), nn.Embedding(50, DIM), nn.Module()
-    assert holders_of_weight(linear) == [linear]
-    embedding.weight = other.some = linear.weight
-    assert set(holders_of_weight(linear, known=2)) == {linear, embedding, other}
-    elsewhere = [dict(linear.named_parameters()), list(linear.parameters())]
-    assert set(holders_of_weight(linear)) == {linear, embedding, other}
-    del other.some, elsewhere
-    monkeypatch.setattr(checks.gc, "get_referrers", None)  # the search is saved
-    assert holders_of_weight(linear, known=2) == [linear]
-
-
-def test_apply_leaves_a_frozen_weight_to_its_embedding() -> None:
-    model = Model(tied=True).requires_grad_(False)
-    wanted = model.embed.weight.detach().clone()
-    with pytest.warns(UserWarning, match="stays in high precision") as warned:
-        model.apply(apply)
-    assert [str(w.message) for w in warned] == [
-        "a frozen weight [50, 64] stays in high precision, because another module holds it too "
-        "(Embedding): give the linear a copy of its own, or let the weight require a gradient"
-    ]
+def test_apply_does_not_see_the_embedding_of_a_frozen_weight() -> None:
+    model = Model(tied=True).requires_grad_(False).apply(apply)
     assert model.lm_head.weight is model.embed.weight
-    assert type(model.embed.weight) is nn.Parameter
-    assert torch.equal(model.embed.weight, wanted)
-    assert len(converted_names(model)) == 4
-    model(TOKENS)
+    assert isinstance(model.embed.weight, BlockwiseFP8Tensor)
+    with pytest.raises(NotImplementedError, match=r"embedding.*dequantize"):
+        model(TOKENS)
 
 
-def test_a_frozen_weight_that_attention_multiplies_by_stays() -> None:
-    """Without calling the linear that holds it."""
-    attention, linear = nn.MultiheadAttention(DIM, 2), nn.Linear(DIM, DIM)
-    linear.weight = attention.out_proj.weight.requires_grad_(False)
-    with pytest.warns(UserWarning, match="NonDynamicallyQuantizableLinear"):
-        linear.apply(apply)
-    assert type(linear.weight) is nn.Parameter
+HOLDERS: dict[str, Callable[[], tuple[nn.Module, nn.Module]]] = {
+    "Module": lambda: (holder := nn.Module(), holder),
+    "Embedding": lambda: (holder := nn.Embedding(DIM, DIM), holder),
+    "NonDynamicallyQuantizableLinear": lambda: (
+        attention := nn.MultiheadAttention(DIM, 2), attention.out_proj),
+}  # fmt: skip
+"""Modules, and the part of each that may hold the weight of a linear."""
 
 
 @pytest.mark.parametrize("frozen", [True, False])
-@pytest.mark.parametrize("inside", [True, False])
-def test_convert_knows_other_holders(inside: bool, frozen: bool) -> None:
-    model = nn.Sequential(nn.Linear(DIM, 50), nn.Linear(DIM, DIM))
-    holder = nn.Module() if inside else nn.Embedding(50, DIM)
+@pytest.mark.parametrize("kind", HOLDERS)
+def test_convert_and_freeze_know_other_holders(kind: str, frozen: bool) -> None:
+    model = nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, DIM))
+    whole, holder = HOLDERS[kind]()
     holder.weight = model[0].weight
-    model.requires_grad_(not frozen)
-    if inside:
-        model.append(holder)
-    report = convert(model, skip_small=False)
+    model.append(whole).requires_grad_(not frozen)
+    report = convert(model, skip_small=False, convert_head=True)
     if frozen:
-        why = f"frozen, and another module holds it too: {type(holder).__name__}"
-        assert converted_names(model) == ["1"]
-        assert reasons(report)["0"] == why
+        assert isinstance(model[1].weight, BlockwiseFP8Tensor)
+        assert type(model[0].weight) is nn.Parameter
+        why = f"frozen, and another module holds it too: {kind}"
+        assert reasons(report)["0"] == ("tied to embedding '2'" if kind == "Embedding" else why)
+    elif kind == "Module":  # which may be anything
+        assert isinstance(holder.weight, BlockwiseFP8Weight)
+        assert reasons(report) == {"2": "not the weight of a linear: in Module; tied to '0'"}
     else:
-        assert isinstance(model[0].weight, BlockwiseFP8Weight)
-        assert {e.name: e.reason for e in report.converted} == dict.fromkeys("01", "trainable")
-        why = "not the weight of a linear: in Module; tied to '0'"
-        assert reasons(report) == ({"2": why} if inside else {})
-
-
-@pytest.mark.parametrize("use", [lambda model: model.apply(apply), everything()])
-def test_many_frozen_weights_are_converted_without_a_search(
-    use: Callable[[nn.Module], Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def search(*objects: Any) -> list[Any]:
-        raise AssertionError("a search among all objects")
-
-    model = Model().requires_grad_(False)
-    monkeypatch.setattr(checks.gc, "get_referrers", search)
-    use(model)
-    assert len(converted_names(model)) >= 4
+        model[0].apply(apply)
+    if not frozen:
+        text = refused(model, ValueError, freeze)
+        assert f"'0' cannot be frozen, because another module reads its values too ({kind})" in text

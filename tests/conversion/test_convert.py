@@ -275,15 +275,6 @@ def test_what_is_not_fp8_is_left_alone() -> None:
     assert freeze(on_meta) == []
 
 
-def test_a_weight_that_an_embedding_holds_too_is_not_frozen() -> None:
-    model = Model(tied=True).apply(apply)
-    weight = model.lm_head.weight
-    with pytest.raises(ValueError, match=r"'lm_head' cannot be frozen.* \(Embedding\)"):
-        freeze(model)
-    assert isinstance(weight, BlockwiseFP8Weight)
-    assert model.embed.weight is weight
-
-
 def test_a_weight_that_was_never_trainable_keeps_its_type_after_unfreezing() -> None:
     module = linear(128, 192, frozen=True)
     assert unfreeze(module) == [""]
