@@ -88,6 +88,7 @@ A_STR = f"recipe='power_of_two' is a str: {A_RECIPE}(scale='power_of_two')"
         (TypeError, lambda m: convert(m, skip_small="yes"),  # type: ignore[arg-type]
          "skip_small='yes': expected True, False or a MinSizes"),
         (TypeError, everything(convert_head="fp8"), "convert_head='fp8': expected True or False"),
+        (TypeError, everything(dry_run=1), "dry_run=1: expected True or False"),
     ],
 )  # fmt: skip
 def test_bad_choices(kind: type[Exception], run: Callable[[nn.Module], Any], text: str) -> None:
@@ -127,6 +128,7 @@ def test_fake_tensors(fake: str) -> None:
             "it with torch.device('meta')"
         )
         refused(model.blocks[0].up, NotImplementedError, apply)
+        refused(model, NotImplementedError, everything(dry_run=True))
 
 
 def test_a_weight_that_is_in_use() -> None:

@@ -9,7 +9,7 @@ import torch
 from expecttest import assert_expected_inline
 from torch import nn
 
-from blocktensor import Recipe, convert, fuse, share_inputs, unfuse, unshare_inputs
+from blocktensor import Recipe, fuse, share_inputs, unshare_inputs
 from blocktensor.overrides import dynamo
 from tests.support.gated import assert_bits
 from tests.support.mlps import (
@@ -163,12 +163,3 @@ def test_compilers_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not dynamo._announced
     fuse(converted(MLP()))
     assert dynamo._announced
-
-
-def test_what_no_longer_fits_is_unfused_by_the_next_call() -> None:
-    model = nn.Sequential(MLP())
-    convert(model, skip_small=False)
-    assert len(fuse(model).fused) == 1
-    convert(model, Recipe(wgrad_input="high_precision"), skip_small=False)
-    assert len(fuse(model).left_alone) == 1
-    assert unfuse(model) == []
