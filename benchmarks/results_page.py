@@ -83,7 +83,6 @@ RESULTS = Page(
         "linear": page_ops.linear,
         "block": page_models.block,
         "layer": page_models.layer,
-        "microbatches": page_models.microbatches,
         "memory": page_models.memory,
         "hf_llama": page_models.hf_llama,
         "head": page_models.head,

@@ -11,7 +11,6 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .sharding.fsdp.amax_table import precompute_block_amax
 from .sharding.fsdp.shards import FP8Shard, FrozenShard
 
 if TYPE_CHECKING:
@@ -24,7 +23,6 @@ __all__ = [
     "FrozenShard",
     "PrepareModuleInput",
     "RowwiseParallel",
-    "precompute_block_amax",
 ]
 
 _STYLES = {

@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 from .ops.formats import ACTIVATION_FORMATS, WEIGHT_FORMATS, BlockFormat, ScaleRounding
 
-CachePolicy = Literal["backward", "step", False]
+CachePolicy = Literal["backward", False]
 WgradInput = Literal["1x128", "128x128", "high_precision"]
 
 
@@ -19,15 +19,9 @@ class Recipe:
         scale: ``"fp32"``: scale = amax / 448. ``"power_of_two"``: that, rounded up to a power of
             two (DeepSeek's UE8M0; scales then multiply exactly).
         cache_weight: how long the FP8 form of a trainable weight is kept. Every forward casts the
-            weight as it is then, but for ``"step"``.
+            weight as it is then.
 
             - ``"backward"``: from a forward to the last backward that waits for it.
-            - ``"step"``: for all microbatches and evaluations up to the next change that PyTorch
-              counts, or the next step of any ``torch.optim.Optimizer``. Writes that it does not
-              count (through ``.data`` of a view of the weight, by a collective on a view, a raw
-              pointer, or a replayed CUDA graph) are missed until then, or until
-              ``weight.invalidate()`` (of a weight that FSDP2 shards, until all ranks call
-              ``torch.autograd.graph.increment_version(weight)``).
             - ``False``: not at all; backward casts again.
 
         wgrad_input: the form of the input that the weight gradient reads, and that is saved for it.

@@ -30,7 +30,7 @@ try:
 
     import blocktensor
     from common import fsdp2_checkpoint as checkpoints
-    from common.fsdp2_options import CACHE_WEIGHT, parse
+    from common.fsdp2_options import parse
     from common.llama import Llama, Shape, initialise, seed_of
     from common.runs import Clock, Trace, replacing, versions, without_nan
     from common.text import load_corpus, random_batches
@@ -88,9 +88,7 @@ def to_fp8(model: nn.Module, options: argparse.Namespace) -> int:
         model.head.fused_loss = partial(  # type: ignore[union-attr]
             blocktensor.functional.linear_cross_entropy, chunk_size=options.loss_chunk or None
         )
-    recipe = blocktensor.Recipe(
-        wgrad_input=options.wgrad_input, cache_weight=CACHE_WEIGHT[options.cache_weight]
-    )
+    recipe = blocktensor.Recipe(wgrad_input=options.wgrad_input)
     # tiny's are all too small for FP8 to pay, and are here to be tried
     report = blocktensor.convert(
         converted,

@@ -275,7 +275,7 @@ def _zeros(shape: tuple[int, ...], like: Tensor) -> Tensor:
 
 def _forms_of_weight(w: Tensor, plan: Plan, both: bool) -> tuple[Quantized, Quantized | None]:
     """Return the rowwise form of the weight, and the columnwise one if it is needed."""
-    if both and isinstance(w, BlockwiseFP8Weight) and not w.cache.reuses():
+    if both and isinstance(w, BlockwiseFP8Weight):
         return w._both_forms()
     operand = operand_of_weight(w, plan.weight_format)
     return operand.need_rowwise(), operand.need_columnwise() if both else None

@@ -127,7 +127,7 @@ class Plan:
             and isinstance(w, BlockwiseFP8Weight)
             and type(w.cache) is FP8Cache
             and w.cache.format is self.weight_format
-            and w.recipe.cache_weight == "backward"
+            and bool(w.recipe.cache_weight)
             and not w.transposed
             and w.numel() <= ONE_READ_BYTES
         )

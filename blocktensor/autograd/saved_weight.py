@@ -23,7 +23,6 @@ from .main_grad import check_main_grad
 from .plan import Plan
 
 ROWWISE = ("rowwise_data", "rowwise_scale")
-COLUMNWISE = ("columnwise_data", "columnwise_scale")
 
 
 class GatheredCast(NamedTuple):
@@ -72,8 +71,6 @@ class SavedWeight:
             made = self._columnwise(saved)
         if isinstance(self.cast, ForwardCast):
             self.cast.waiting = None
-        if self.cache is not None:
-            self.cache.after_backward()
         return made
 
     def _columnwise(self, saved: Sequence[Tensor]) -> Quantized:
@@ -108,22 +105,14 @@ WeightRead: TypeAlias = tuple[Quantized, Sequence[Tensor], SavedWeight]
 
 def read_weight(w: Tensor, plan: Plan) -> WeightRead:
     """Read a weight in a forward."""
-    needs_dx, needs_dw = plan.needs
+    needs_dx = plan.needs[0]
     if isinstance(w, BlockwiseFP8Weight):
         read = _of_trainable(w, plan)
         if needs_dx and not plan.tracing:
             (row, col), read.cast = w.cache.get_for_backward(w)
             w_row = (col if w.transposed else row) or Operand(col, row).need_rowwise()
-        elif needs_dx and w.recipe.cache_weight == "step":  # backward casts nothing then
-            if w.cache.reuses():  # in eager mode, of an x of another type
-                w_row = w.rowwise(before_backward=needs_dw)
-                read.names, saved_form = ROWWISE, w_row
-            else:
-                w_row, saved_form = w._both_forms()
-                read.names = COLUMNWISE
-            return w_row, saved_form[:2], read
         else:
-            w_row = w.rowwise(before_backward=needs_dw)
+            w_row = w.rowwise()
         return w_row, (w,) if needs_dx else (), read
     read = SavedWeight(plan)
     if isinstance(w, BlockwiseFP8Tensor):

@@ -178,23 +178,19 @@ class BlockwiseFP8Weight(MasterBase):
     @property
     def operand(self) -> Operand:
         """The FP8 forms of the weight as it is now."""
-        operand = self.cache.get(self)
+        operand = self.cache.cast()
         return operand.transposed() if self.transposed else operand
 
-    def rowwise(self, before_backward: bool = False) -> Quantized:
-        """Return the rowwise FP8 form of the weight as it is now.
-
-        Args:
-            before_backward: a forward reads it that is recorded for a backward.
-        """
-        operand = self.cache.get(self, before_backward)
+    def rowwise(self) -> Quantized:
+        """Return the rowwise FP8 form of the weight as it is now."""
+        operand = self.cache.cast()
         form = operand.need_columnwise() if self.transposed else operand.rowwise
         assert form is not None  # it is cast so
         return form
 
     def _both_forms(self) -> tuple[Quantized, Quantized]:
         """Return both FP8 forms of the weight as it is now, cast together."""
-        operand = self.cache.cast_both()
+        operand = self.cache.cast(columnwise=True)
         operand = operand.transposed() if self.transposed else operand
         return operand.need_rowwise(), operand.need_columnwise()
 
@@ -245,14 +241,6 @@ class BlockwiseFP8Weight(MasterBase):
         self.master, main_grad = master, self.main_grad
         self.cache, self._late = FP8Cache(self._oriented(master), self.recipe), None
         self.cache.main_grad = main_grad
-
-    def invalidate(self) -> None:
-        """Cast again at the next use.
-
-        Needed only with ``Recipe(cache_weight="step")``, after a write to the master's memory that
-        PyTorch does not count (:class:`~blocktensor.Recipe` lists them).
-        """
-        self.cache.invalidate()
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
         has_main_grad = self.cache.main_grad is not None

@@ -2,24 +2,19 @@
 
 PyTorch does not count every write to a master: not those through ``.data`` of a view, and not those
 of a collective on one. So every forward casts, and its graph holds the form that dgrad reads
-(:class:`ForwardCast`), unless ``Recipe(cache_weight="step")`` asks for reuse
-(:class:`StepReuse`).
+(:class:`ForwardCast`).
 """
 
 from __future__ import annotations
 
-import functools
-import math
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..ops.cast.ops import quantize_rowwise, quantize_transpose, quantize_with_transpose
-from ..ops.runtime.specialize import PLAIN
 from ..recipe import Recipe
 from .base import MasterBase
 from .operand import Operand
@@ -50,90 +45,12 @@ class ForwardCast:
     Attributes:
         cache: that made it.
         version: of the master then.
-        waiting: the form; None where backward casts again, or finds the form of ``StepReuse``, and
-            once a backward has read it.
+        waiting: the form; None where backward casts again, and once a backward has read it.
     """
 
     cache: FP8Cache
     version: int
     waiting: WaitingForm | None
-
-
-_GRAD: Any = Tensor.grad  # the descriptor: half of the time of FP8Base.grad
-
-_optimizer_steps = 0
-
-
-def optimizer_steps() -> int:
-    """Return how many steps all ``torch.optim.Optimizer`` have made since this was first called."""
-    _count_optimizer_steps()
-    return _optimizer_steps
-
-
-@functools.cache
-def _count_optimizer_steps() -> None:
-    def count(*_: Any) -> None:
-        global _optimizer_steps
-        _optimizer_steps += 1
-
-    register_optimizer_step_post_hook(count)
-
-
-class StepReuse:
-    """The FP8 form of one version of a master, kept for as long as it is needed and no longer.
-
-    A version ends at a write that PyTorch counts and at any optimizer's step. The form is released
-    by the version's last backward: there will be as many as the previous version saw; in the first
-    version, the last is the one after which no forward waits for its backward. So one backward a
-    step leaves no FP8 bytes between steps, and N microbatches share one cast, but for the first
-    step, which learns their number. A wrong guess costs a cast, never a bit.
-
-    Attributes:
-        held: the forms, or None.
-    """
-
-    __slots__ = ("_backwards", "_expected", "_key", "_pending", "held")
-
-    def __init__(self) -> None:
-        _count_optimizer_steps()
-        self.held: Operand | None = None
-        self._key: tuple[int, ...] | None = None
-        self._pending = 0  # forwards of this version that wait for their backward
-        self._backwards = 0  # backwards of this version
-        self._expected: float | None = None  # how many there will be; None: not known yet
-
-    def find(self, user: MasterBase, master: Tensor, before_backward: bool) -> Operand | None:
-        """Return the form of the master's present version, if it is held.
-
-        Args:
-            user: the weight, or a view of it.
-            master: a plain tensor whose writes are counted.
-            before_backward: a forward asks that is recorded for a backward.
-        """
-        self._pending += before_backward
-        version = 0 if user.is_inference() else user._version
-        key = version, user._counted._version, master.data_ptr(), _optimizer_steps
-        if key != self._key:
-            self._expected = self._backwards or self._expected
-            self._backwards, self._pending = 0, int(before_backward)
-            self._key, self.held = key, None
-        elif self.held is None and user.is_leaf and _GRAD.__get__(user) is not None:
-            # Used after its expected last backward, and it holds a gradient: this is one more
-            # microbatch, and more may follow.
-            self._expected = math.inf
-        return self.held
-
-    def after_backward(self) -> None:
-        """Release the form if the backward that has read it was the last one expected."""
-        self._pending -= 1
-        self._backwards += 1
-        expected = self._expected
-        if self._pending <= 0 if expected is None else self._backwards >= expected:
-            self.held = None
-
-    def forget(self) -> None:
-        """Find nothing until a form is held again."""
-        self._key = self.held = None
 
 
 class FP8Cache:
@@ -152,8 +69,8 @@ class FP8Cache:
         main_grad: the buffer that weight gradients are added to, if any.
     """
 
-    __slots__ = ("_copies", "_parts", "_reuse", "_waiting", "casts", "counted", "format",
-                 "main_grad", "master", "recipe")  # fmt: skip
+    __slots__ = ("_copies", "_parts", "_waiting", "casts", "counted", "format", "main_grad",
+                 "master", "recipe")  # fmt: skip
 
     def __init__(self, master: Tensor, recipe: Recipe, counted: Tensor | None = None) -> None:
         self.master = master
@@ -162,7 +79,6 @@ class FP8Cache:
         self.casts = 0
         self.main_grad: Tensor | None = None
         self._waiting: weakref.ref[WaitingForm] | None = None
-        self._reuse = StepReuse() if recipe.cache_weight == "step" else None
         self._parts: dict[object, FP8Cache] = {}
         self._copies: weakref.WeakSet[Any] | None = None
 
@@ -204,47 +120,16 @@ class FP8Cache:
             copy.values()
         self._copies = None
 
-    def get(self, user: MasterBase, before_backward: bool = False) -> Operand:
-        """Return the FP8 form of the master as it is now.
-
-        Args:
-            user: the weight, or a view of it.
-            before_backward: a forward asks that is recorded for a backward.
-        """
-        reuse = self._reuse
-        if reuse is None or not self.reuses():
-            return self._cast()
-        held = reuse.find(user, self.master, before_backward)
-        if held is None:
-            held = reuse.held = self._cast()
-        return held
-
-    def reuses(self) -> bool:
-        """Return True if casts are found again for the rest of a step.
-
-        A fake tensor has no memory, and its cast belongs to the graph that is traced.
-        """
-        master = self.master
-        return self._reuse is not None and not master.is_inference() and type(master) in PLAIN
-
-    def cast_both(self) -> Operand:
-        """Cast the master as it is now to both FP8 forms, in one read; neither is held.
-
-        Of a part of a whole, whose ranks cast it together, the columnwise form may be absent.
-        """
-        return self._cast(columnwise=True)
-
     def get_for_backward(self, user: MasterBase) -> tuple[Operand, ForwardCast]:
-        """Return :meth:`get` for a forward whose dgrad reads the weight, and what its graph holds.
+        """Cast for a forward whose dgrad reads the weight; return also what its graph holds.
 
-        The cast makes both forms, unless the weight is large (``ONE_READ_BYTES``) or the form of a
-        whole step is kept; the graph holds the one that dgrad reads.
+        The cast makes both forms, unless the weight is large (``ONE_READ_BYTES``); the graph holds
+        the one that dgrad reads.
         """
-        if self.recipe.cache_weight != "backward":
-            version = self.version()
-            return self.get(user, before_backward=True), ForwardCast(self, version, None)
+        if not self.recipe.cache_weight:
+            return self.cast(), ForwardCast(self, self.version(), None)
         cast, waiting = self.begin_cast()
-        row, col = self._cast(columnwise=self.master.numel() <= ONE_READ_BYTES)
+        row, col = self.cast(columnwise=self.master.numel() <= ONE_READ_BYTES)
         in_rows = col is None or user.transposed
         waiting.operand = Operand(row, None) if in_rows else Operand(None, col)
         return Operand(row, col), cast
@@ -265,43 +150,26 @@ class FP8Cache:
                 of the weight; this compares the master's, which counts writes to a tensor of
                 ``state_dict()``, for example.
         """
-        if cast is None:
-            return self.get(user)
-        if cast.cache is not self:
+        if cast is not None and cast.cache is not self:
             # after weight.data = … or .half(); F.linear of plain PyTorch has saved old values too
             return cast.cache.get_in_backward(user, cast)
-        now = self.version()
-        if now != cast.version:
-            raise RuntimeError(
-                f"the FP8 weight {list(self.master.shape)} was modified by an in-place operation "
-                f"between a forward and its backward, whose data gradient needs it: it is at "
-                f"version {now}; expected version {cast.version}. Run backward before the weight "
-                f"changes, or forward again after"
-            )
-        waiting = cast.waiting and cast.waiting.operand
-        if waiting:
-            return waiting
-        if self._reuse is None:
-            return self._cast(rowwise=user.transposed, columnwise=not user.transposed)
-        return self.get(user)
-
-    def after_backward(self) -> None:
-        """Count a backward that has read the FP8 form."""
-        if self._reuse is not None:
-            self._reuse.after_backward()
-
-    def invalidate(self) -> None:
-        """Cast again at the next use."""
-        if self._reuse is not None:
-            self._reuse.forget()
-        for part in self.parts():
-            part.invalidate()
+        if cast is not None:
+            now = self.version()
+            if now != cast.version:
+                raise RuntimeError(
+                    f"the FP8 weight {list(self.master.shape)} was modified by an in-place "
+                    f"operation between a forward and its backward, whose data gradient needs it: "
+                    f"it is at version {now}; expected version {cast.version}. Run backward before "
+                    f"the weight changes, or forward again after"
+                )
+            if cast.waiting and cast.waiting.operand:
+                return cast.waiting.operand
+        return self.cast(rowwise=user.transposed, columnwise=not user.transposed)
 
     def held(self) -> Operand:
         """Return the forms held right now, without those of its parts; cast nothing."""
         waiting = None if self._waiting is None else self._waiting()
-        held = self._reuse.held if self._reuse is not None else waiting and waiting.operand
-        return held or Operand(None, None)
+        return (waiting and waiting.operand) or Operand(None, None)
 
     def nbytes(self) -> int:
         """Return the bytes of the FP8 forms held right now, those of its parts included."""
@@ -311,7 +179,11 @@ class FP8Cache:
         """Return the count of writes to the master; inference tensors have none."""
         return 0 if self.counted.is_inference() else self.counted._version
 
-    def _cast(self, rowwise: bool = True, columnwise: bool = False) -> Operand:
+    def cast(self, rowwise: bool = True, columnwise: bool = False) -> Operand:
+        """Cast the master as it is now, to both forms in one read; neither is held.
+
+        Of a part of a whole, whose ranks cast it together, the columnwise form may be absent.
+        """
         self.casts += 1
         if not columnwise:
             return Operand(quantize_rowwise(self.master, self.format), None)

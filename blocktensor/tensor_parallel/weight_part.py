@@ -80,7 +80,7 @@ class _PartCache(FP8Cache):
         super().__init__(master, recipe, counted)
         self.whole = whole
 
-    def _cast(self, rowwise: bool = True, columnwise: bool = False) -> Operand:
+    def cast(self, rowwise: bool = True, columnwise: bool = False) -> Operand:
         # the columnwise form is a transpose, made when it is needed
         self.casts += 1
         return Operand(self.whole.cast(self.master), None)

@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -36,13 +36,6 @@ examples:
 Started again with the same --checkpoint, a run that was killed goes on from its newest complete
 checkpoint, bit for bit as if it had not been.
 """
-
-CACHE_WEIGHT: dict[str, Literal["backward", "step", False]] = {
-    "backward": "backward",
-    "step": "step",
-    "no": False,
-}
-"""The recipe's value for each choice of the flag."""
 
 _LARGE = {"seq": 8192, "batch": 1, "lr": 3e-4, "ramp_steps": 200}
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -83,13 +76,6 @@ def build_parser() -> argparse.ArgumentParser:
         choices=("128x128", "1x128"),
         default="128x128",
         help="blocks of inputs that FP8 weight gradients read (default: 1x128)",
-    )
-    add(
-        "--cache-weight",
-        choices=tuple(CACHE_WEIGHT),
-        default="backward",
-        help="how long a rank keeps the FP8 bytes of its rows: to the backward, for all "
-        "microbatches of a step, or not at all (default: backward)",
     )
     # not --master: torchrun takes that for the beginning of its own --master-addr, and stops
     add(

@@ -36,10 +36,7 @@ from tests.support.wgrad_inputs import HIGH, ROWS
 
 __all__ = ["afresh"]
 
-RECIPES = (
-    *(FP32_SCALES, POWER_OF_TWO, ROWS, HIGH),
-    *(Recipe(cache_weight=False), Recipe(cache_weight="step")),
-)
+RECIPES = (FP32_SCALES, POWER_OF_TWO, ROWS, HIGH, Recipe(cache_weight=False))
 
 
 @pytest.fixture(params=["large", "small"])
@@ -251,6 +248,6 @@ def test_bad_input_before_dynamo_is_told(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_backward_of_the_last_weight_alone_releases_all_casts() -> None:
-    ws = weights(recipe=Recipe(cache_weight="step"))
+    ws = weights()
     functional.gated_mlp(randn(128, K), *ws).sum().backward(inputs=[ws[2]])
     assert [w.cache.nbytes() for w in ws] == [0, 0, 0]

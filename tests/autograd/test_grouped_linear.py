@@ -226,22 +226,6 @@ def test_a_large_gradient_is_gone_when_the_products_run(
     assert gone == [hasattr(torch.autograd.Function, "boxed_grads_call")]
 
 
-@pytest.mark.parametrize("kn", [False, True])
-def test_a_form_that_is_reused_in_a_step_is_released_by_its_last_backward(kn: bool) -> None:
-    w = stack(5, recipe=Recipe(cache_weight="step"), kn=kn)
-    x, grad, offs = sample("ragged")
-    want = grads_of(x, plain(w), offs, grad)
-    optimizer = torch.optim.SGD([w], lr=0.0)
-    for _ in range(2):
-        casts = w.cache.casts
-        for _ in range(2):
-            assert_all_equal(grads_of(x, w, offs, grad)[:2], want)
-        assert w.cache.casts <= casts + 2
-        optimizer.step()
-        optimizer.zero_grad()
-    assert w.cache.nbytes() == 0
-
-
 def no_experts(*shape: int) -> nn.Parameter:
     return nn.Parameter(BlockwiseFP8Weight(torch.empty(0, *shape, dtype=torch.bfloat16)))
 

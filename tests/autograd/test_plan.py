@@ -158,7 +158,7 @@ def test_which_recorded_forwards_cast_the_weight(monkeypatch: pytest.MonkeyPatch
     assert plan(x, square).casts_weight
     assert not plan(x, square.t()).casts_weight
     assert not plan(x.detach(), square).casts_weight  # no dgrad reads the weight
-    assert not plan(x, weight(K, cache_weight="step")).casts_weight
+    assert not plan(x, weight(K, cache_weight=False)).casts_weight
     monkeypatch.setattr("blocktensor.autograd.plan.ONE_READ_BYTES", 1)
     assert not plan(x, weight(K + 1)).casts_weight
 
@@ -315,13 +315,6 @@ def test_a_forward_and_a_backward(wgrad_input: str, shape: tuple[int, ...], bias
     assert_trace(module, randn(*shape), forward=forward, backward=backward)
     others = {"aten.mm": int(recipe is HIGH), "aten.sum": int(bias)}
     assert_trace(module, randn(*shape), backward=others)
-
-
-def test_a_second_microbatch_casts_no_weight() -> None:
-    """If the recipe says so."""
-    module, x = linear(256, 384, recipe=Recipe(cache_weight="step")), randn(5, 384, grad=True)
-    module(x)
-    assert_trace(module, x, forward=["quantize_both 1x128 128x128", PRODUCT], backward={})
 
 
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])

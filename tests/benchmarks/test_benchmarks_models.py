@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks import block, experts, head, hf_llama, memory, microbatches, shards
+from benchmarks import block, experts, head, hf_llama, memory, shards
 from benchmarks.llama import Shape, stack, step
 from benchmarks.routing import combined, inverse, on_host, permuted, rows_of_tokens
 from benchmarks.timing import Call
@@ -138,24 +138,6 @@ def test_what_is_shared_and_fused() -> None:
 def test_a_block_compiles_in_one_graph() -> None:
     assert_as_eager(block.variant("fp8", stack(TINY, 1, "cpu")), randn(2, 8, TINY.dim))
     assert graphs() == 1
-
-
-def test_policies_of_the_microbatches_compute_alike_and_cast_as_they_say() -> None:
-    torch.manual_seed(0)
-    base = stack(TINY, 1, "cpu")
-    x, grad = randn(2, 8, TINY.dim, grad=True), randn(2, 8, TINY.dim, seed=1)
-    casts, results = {}, []
-    for policy in microbatches.POLICIES:
-        model = microbatches.variant(policy, base)
-        call = step(model, model, x, grad, microbatches=4)
-        call()
-        first = model[0].q.weight.cache.casts
-        call()
-        casts[policy] = model[0].q.weight.cache.casts - first
-        results.append([p.grad for p in model.parameters()])
-    assert casts == {"backward": 4, "step": 1, False: 8}
-    for grads in results[1:]:
-        assert all(map(torch.equal, grads, results[0]))
 
 
 @pytest.mark.parametrize("name", experts.VARIANTS)

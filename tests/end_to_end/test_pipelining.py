@@ -232,19 +232,6 @@ def test_a_step(
 
 @pytest.mark.parametrize("name", ["1F1B", SPLIT])
 @on_ranks(2, gpus=())
-def test_steps_of_an_optimizer_that_share_casts(world: int, device: str, name: str) -> None:
-    models = build(recipe=Recipe(cache_weight="step")), build()
-    pipeline = Pipeline(name, models[0], scale_grads=False)
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in models]
-    for seed in range(3):
-        pipeline.assert_same(pipeline.step(65, seed), one_by_one(models[1], 65, seed))
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-@pytest.mark.parametrize("name", ["1F1B", SPLIT])
-@on_ranks(2, gpus=())
 def test_buffers_are_scaled_as_gradients(world: int, device: str, name: str) -> None:
     """It does so unless it is given scale_grads=False."""
     pipeline, single = Pipeline(name, build(buffers=True)), build(buffers=True)

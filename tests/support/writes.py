@@ -67,6 +67,11 @@ def swap_with_average(module: nn.Linear) -> None:
     module.weight.data, average = average, module.weight.data
 
 
+def by_sgd(module: nn.Linear) -> None:
+    module.weight.grad = torch.ones_like(module.weight)
+    torch.optim.SGD([module.weight], lr=1.0).step()
+
+
 def swap(module: nn.Linear) -> None:
     values, recipe = new(module), getattr(module.weight, "recipe", None)
     if recipe is not None:
@@ -106,6 +111,9 @@ COUNTED: dict[str, Write] = {
         getattr(m.weight, "master", m.weight), "data", new(m)
     ),
     "set_": no_grad(lambda m: m.weight.set_(new(m))),
+    "optimizer": by_sgd,
+    "state_dict": lambda m: m.state_dict()["weight"].mul_(2),
+    "view of state_dict": lambda m: m.state_dict()["weight"].view(-1).mul_(2),
     "_foreach_mul_": no_grad(lambda m: torch._foreach_mul_([m.weight], 2)),
     "_foreach_lerp_": no_grad(lambda m: torch._foreach_lerp_([m.weight], [new(m)], 0.5)),
     "_foreach_copy_": no_grad(lambda m: torch._foreach_copy_([m.weight], [new(m)])),

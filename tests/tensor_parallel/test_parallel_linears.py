@@ -51,7 +51,7 @@ DTYPES = (torch.float32, BF16)
 RECIPES = (
     Recipe(scale="power_of_two", cache_weight=False),
     Recipe.deepseek(),
-    Recipe(wgrad_input="high_precision", cache_weight="step"),
+    Recipe(wgrad_input="high_precision"),
 )
 
 both_styles = pytest.mark.parametrize("style", ["colwise", "rowwise"])

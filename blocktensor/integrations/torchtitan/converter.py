@@ -11,7 +11,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import nn
 from torchtitan.components.quantization import QuantizationConverter
 from torchtitan.models.common.decoder import Decoder
@@ -139,8 +138,6 @@ class BlockwiseFP8Converter(QuantizationConverter):
         logger.info("blockwise FP8: what was converted\n%s", report)
         if config.fuse:
             logger.info("blockwise FP8: what was fused\n%s", fuse(model))
-        if config.cache_weight == "step":
-            model.register_forward_pre_hook(_check_not_recorded)
 
 
 _CONVERTER = "_blockwise_fp8_converter"
@@ -220,11 +217,3 @@ def _check_fused(model: nn.Module) -> None:
                 f"--parallelism.spmd_backend partial_dtensor and no tensor or expert parallelism, "
                 f"or fuse=False"
             )
-
-
-def _check_not_recorded(model: nn.Module, inputs: Any) -> None:
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        raise NotImplementedError(
-            "cache_weight='step' in a CUDA graph: every replay would read the weights of the step "
-            "that was recorded; set --training.disable_cuda_graphs, or cache_weight='backward'"
-        )

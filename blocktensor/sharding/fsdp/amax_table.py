@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
+from torch import Tensor
 
 from ...ops.cast.ops import quantize_shard, shard_amax
 from ...ops.formats import BlockFormat, ceil_div
@@ -25,9 +24,8 @@ from ...ops.reference import scale_from_amax
 from ...ops.scale_layouts import pad4
 from ...recipe import Recipe
 from ...tensor.base import MasterBase
-from ...tensor.weight_cache import optimizer_steps
 from ..ranks import agree
-from .fsdp_internals import ShardedParam, owners_in, sharded_with
+from .fsdp_internals import ShardedParam, sharded_with
 
 
 @dataclass(frozen=True)
@@ -76,13 +74,9 @@ class AmaxTable:
 
     The table is refreshed in every forward, because PyTorch does not count every write. All ranks
     decide alike when to, from what they run and not from what they hold.
-
-    With ``reuses`` it is refreshed by a forward only after changes that PyTorch counts and after
-    optimizers' steps, and a rank keeps the cast of its rows until then. Each rank detects changes
-    by itself: weights must be changed on all ranks alike, as optimizers and loads do.
     """
 
-    def __init__(self, weights: Sequence[ShardedParam], *, reuses: bool, alone: bool) -> None:
+    def __init__(self, weights: Sequence[ShardedParam], *, alone: bool) -> None:
         """Lay out a table for ``weights`` of one group, given in one order on all ranks.
 
         ``alone``: True if further weights of the same root may be found later.
@@ -93,12 +87,9 @@ class AmaxTable:
             ShardSlice(w.shape, w.dim, w.start, shard.recipe.weight_format)
             for w, shard in zip(weights, shards, strict=True)
         ]
-        self._reuses = reuses
-        self._kept = WeakIdKeyDictionary()  # by a rank's rows: what they were as they were cast
         self._forward = -1  # the forward of the last refresh
         self._fresh: set[int] = set()  # weights that were not gathered since
-        self._is_precomputed = False  # for the next forward
-        self._seen: tuple[list[int | None], int | None] = [None] * len(weights), None
+        self._seen: list[int | None] = [None] * len(weights)  # their changes at the last refresh
         # weights of one format lie side by side, so that their scales are computed at once
         starts, size = [0] * len(weights), 0
         self._formats: dict[BlockFormat, slice] = {}
@@ -121,25 +112,6 @@ class AmaxTable:
             return torch.empty(rows.shape, dtype=part.format.dtype, device=rows.device)
         return quantize_shard(rows, self._amaxes[index], part.format, *part.offsets)
 
-    def once_a_step(self, index: int, cast: Callable[[], Tensor]) -> Tensor:
-        """Return ``cast()``, or with ``reuses`` an earlier one of the same values.
-
-        The rows are those of the parameter: FSDP may gather a copy of it on another device. When
-        they are freed, the bytes are as well. Bytes are read on the stream that made them alone: no
-        other one is known to have waited for it.
-        """
-        rows = self._rows(index) if self._reuses else None
-        if rows is None:
-            return cast()
-        device = self._flat.device
-        stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        made_of = index, self.reductions, self.weights[index].changes(), stream
-        known, sent = self._kept.get(rows, (None, None))
-        if sent is None or known != made_of:
-            sent = cast()
-            self._kept[rows] = made_of, sent
-        return sent
-
     def prepare_gather(self, index: int) -> bool:
         """Make the amaxes of a weight those of its rows as they are in this forward.
 
@@ -151,24 +123,17 @@ class AmaxTable:
         """
         weight = self.weights[index]
         if weight.in_backward():
-            return self._seen[0][index] != weight.changes()
+            return self._seen[index] != weight.changes()
         forward = weight.forwards()
         if forward != self._forward or index not in self._fresh:
-            if not ((self._reuses or self._is_precomputed) and self._seen == self._now()):
-                self.refresh()
+            self.refresh()
             self._forward, self._fresh = forward, set(range(len(self.weights)))
-            self._is_precomputed = False
         self._fresh.discard(index)
         return False
 
-    def precompute(self) -> None:
-        """Refresh the table for the next forward."""
-        self.refresh()
-        self._is_precomputed = True
-
     def refresh(self) -> None:
         """Recompute the table with one all-reduce of 4 bytes a block."""
-        self._seen = self._now()
+        self._seen = [weight.changes() for weight in self.weights]
         self._flat.zero_()
         targets, sources = [], []
         for index, part in enumerate(self.slices):
@@ -191,10 +156,6 @@ class AmaxTable:
         check_no_main_grad(getattr(weight.tensor, "main_grad", None))
         shard = _shard_of(weight)
         return None if shard is None else shard.master
-
-    def _now(self) -> tuple[list[int | None], int | None]:
-        steps = optimizer_steps() if self._reuses else None
-        return [weight.changes() for weight in self.weights], steps
 
 
 class Place(NamedTuple):
@@ -242,44 +203,18 @@ def place_of(owner: Any) -> Place | None:
 
 
 def _build(weights: Sequence[ShardedParam], alone: bool) -> None:
-    """Make the tables of weights that share a group, after a comparison with the other ranks.
-
-    Amaxes are reused within a step (``Recipe(cache_weight="step")``) for weights of which every
-    rank holds rows: the others would miss changes that other ranks count.
-    """
-    by_reuse: dict[bool, list[ShardedParam]] = {}
-    lines = []
-    for weight in weights:
-        recipe = _shard_of(weight).recipe
-        reuses = recipe.cache_weight == "step" and weight.on_all_ranks
-        by_reuse.setdefault(reuses, []).append(weight)
-        lines.append(
-            f"{weight.name} {list(weight.shape)} sharded on dim {weight.dim}, "
-            f"scale={recipe.weight_format.scale_rounding!r}, reuses={reuses}"
-        )
+    """Make the table of weights that share a group, after a comparison with the other ranks."""
+    recipes = [_shard_of(weight).recipe for weight in weights]
+    lines = [
+        f"{weight.name} {list(weight.shape)} sharded on dim {weight.dim}, "
+        f"scale={recipe.weight_format.scale_rounding!r}"
+        for weight, recipe in zip(weights, recipes, strict=True)
+    ]
     agree("sharded FP8 weights", lines, weights[0].group)
-    for reuses, members in by_reuse.items():
-        table = AmaxTable(members, reuses=reuses, alone=alone)
-        for slot, weight in enumerate(members):
-            weight.track()
-            _PLACES[weight.owner()] = Place(table, slot, _shard_of(weight).recipe)
-
-
-def precompute_block_amax(model: nn.Module) -> int:
-    """Reduce the block amaxes of a sharded model's FP8 weights now, for the next forward.
-
-    A forward does this by itself. After a call right behind ``optimizer.step()``, the all-reduce
-    may overlap with work before the forward. All ranks must call it. A weight may change between
-    this call and the forward only in ways that PyTorch counts, on all ranks alike
-    (:class:`~blocktensor.Recipe` lists the others).
-
-    Returns:
-        The number of weights whose amaxes are kept: 0 before the first forward.
-    """
-    places = [place for owner in owners_in(model) if (place := known_place(owner)) is not None]
-    for table in dict.fromkeys(place.table for place in places):
-        table.precompute()
-    return len(places)
+    table = AmaxTable(weights, alone=alone)
+    for slot, (weight, recipe) in enumerate(zip(weights, recipes, strict=True)):
+        weight.track()
+        _PLACES[weight.owner()] = Place(table, slot, recipe)
 
 
 def check_no_main_grad(main_grad: Any) -> None:

@@ -23,7 +23,6 @@ class ShardedParam:
         name: in the root module.
         shape: of the whole parameter.
         dim, start: this rank holds a part from index ``start`` on along ``dim``.
-        on_all_ranks: whether no rank's part is empty.
         group: the ranks that hold the parts.
         device: where it is gathered.
         owner: a weak reference to FSDP's object for the parameter, which outlives the tensors.
@@ -51,7 +50,7 @@ class ShardedParam:
         )
         whole = self.shape[self.dim]
         each = ceil_div(whole, ranks)
-        self.start, self.on_all_ranks = min(rank * each, whole), each * (ranks - 1) < whole
+        self.start = min(rank * each, whole)
         self.device: torch.device = param.device
         self.owner, self._group, self._context = map(weakref.ref, (param, group, context))
 
@@ -143,13 +142,6 @@ def owner_of(local: Tensor, module: nn.Module | None = None) -> Any:
             part = weakref.ref(local, lambda _: _FOUND.pop(key, None))
             _FOUND[key] = weakref.ref(owner), part
     return owner
-
-
-def owners_in(model: nn.Module) -> list[Any]:
-    """Return FSDP's objects for the parameters of the modules of ``model``."""
-    modules = set(model.modules())
-    params = (param for state in _states() for param, _ in _params(state))
-    return [param for param in params if param._module_info.module in modules]
 
 
 def _owners_of(local: Tensor, module: nn.Module | None = None) -> Iterator[Any]:

@@ -148,9 +148,7 @@ class GatheredTrainable(GatheredInFP8, MasterBase):
         weight = table.weights[index]
         checks.high_precision(self.master, f"the sharded FP8 weight {weight.name!r}")
         is_stale = table.prepare_gather(index)
-        sent = table.once_a_step(
-            index, lambda: padded(table.cast(index, self.master), weight.dim, outer_size, mesh)
-        )
+        sent = padded(table.cast(index, self.master), weight.dim, outer_size, mesh)
         generation = weight.changes(), is_stale
         return (sent,), Sent(outer_size, table.scales[index], self.recipe, generation)
 

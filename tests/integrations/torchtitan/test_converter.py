@@ -116,15 +116,6 @@ def test_recipe_and_fusion() -> None:
     assert fused._fused_pattern.linears == ("w1", "w3", "w2")
 
 
-def test_weights_of_a_step_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    tokens = torch.zeros(1, 4, dtype=torch.long, device="meta")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    with pytest.raises(NotImplementedError, match="cache_weight='step' in a CUDA graph: every"):
-        converted(llama3, cache_weight="step")(tokens)
-    assert not converted(llama3)._forward_pre_hooks
-
-
 def test_the_report_is_logged_and_configs_show_the_choices(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

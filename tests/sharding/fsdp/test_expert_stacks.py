@@ -109,8 +109,7 @@ MICROBATCHES = {"microbatches": 2, "exact_gradients": False}
         ({"reshard_after_forward": False}, Recipe(), {}),
         ({}, Recipe(scale="power_of_two"), {}),
         ({"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}, Recipe(), {}),
-        ({}, Recipe(cache_weight="backward"), {"wanted": 4, **MICROBATCHES}),
-        ({}, Recipe(cache_weight="step"), {"wanted": 2, **MICROBATCHES}),
+        ({}, Recipe(), {"wanted": 4, **MICROBATCHES}),
     ],
 )
 @on_ranks(2)

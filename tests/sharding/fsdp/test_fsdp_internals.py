@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,11 +16,11 @@ from torch.distributed.checkpoint import state_dict as dcs
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from blocktensor import Recipe, convert
-from blocktensor.distributed import FP8Shard, precompute_block_amax
+from blocktensor import convert
+from blocktensor.distributed import FP8Shard
 from tests.support.models import randn
 from tests.support.ranks import on_ranks
-from tests.support.sharded import assert_equal, gradients, scale, shard_of, step, whole
+from tests.support.sharded import assert_equal, scale, shard_of, step, whole
 from tests.support.sharded_checkpoints import (
     Averaged,
     assert_forward_is_fresh,
@@ -34,26 +33,7 @@ from tests.support.sharded_checkpoints import (
     table_of,
     train,
     trained,
-    weights_of,
 )
-
-both_policies = pytest.mark.parametrize("policy", ["backward", "step"])
-
-
-@on_ranks(3, gpus=())
-def test_one_reduction_a_step_for_rows_on_all_ranks(mesh: DeviceMesh) -> None:
-    """If the recipe asks for reuse."""
-    model, optimizer = trained(mesh, Recipe(cache_weight="step"))
-    reused, alone = table_of(model, 0), table_of(model, 4)
-    assert reused is table_of(model, 2) is not alone
-    for _ in range(2):
-        before = reused.reductions, alone.reductions
-        for microbatch in range(3):
-            model.set_requires_gradient_sync(microbatch == 2)
-            loss_of(model, microbatch).backward()
-        assert (reused.reductions, alone.reductions) == (before[0] + 1, before[1] + 3)
-        step(optimizer)
-
 
 WRITES: dict[str, Callable[[Tensor], Any]] = {
     "parameter": lambda p: p.mul_(8),
@@ -72,38 +52,22 @@ UNCOUNTED: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-def another_model_steps() -> None:
-    other = nn.Parameter(torch.ones(2))
-    other.grad = torch.ones(2)
-    torch.optim.SGD([other], lr=0.1).step()
-
-
-ENDS_THE_REUSE: tuple[Callable[[Tensor], Any], ...] = (
-    lambda p: another_model_steps(),
-    lambda p: torch.autograd.graph.increment_version(p),
-)
-
-
-@both_policies
 @on_ranks(3, gpus=())
-def test_writes_through_aliases(mesh: DeviceMesh, policy: Any) -> None:
-    """Those that PyTorch does not count are seen, with reuse, after a step or a count."""
-    model, _ = trained(mesh, Recipe(cache_weight=policy))
-    ends: tuple[Any, ...] = ENDS_THE_REUSE if policy == "step" else (lambda p: None,)
-    counted = itertools.product(WRITES.values(), [lambda p: None])
-    for write, end in (*counted, *itertools.product(UNCOUNTED.values(), ends)):
+def test_writes_through_aliases(mesh: DeviceMesh) -> None:
+    """Also those that PyTorch does not count, and on one rank alone."""
+    model, _ = trained(mesh)
+    for write in (WRITES | UNCOUNTED).values():
         for layer in (0, 4):
             with torch.no_grad():
                 write(model[layer].weight)
-            end(model[layer].weight)
             assert_forward_is_fresh(model)
-    for rank in range(3) if policy == "backward" else ():  # on one rank alone
+    for rank in range(3):
         if dist.get_rank() == rank:
             with torch.no_grad():
                 model[0].weight.to_local().mul_(8)
                 model[2].weight.to_local().data.mul_(8)
         assert_forward_is_fresh(model)
-    model, _ = trained(mesh, Recipe(cache_weight=policy))
+    model, _ = trained(mesh)
     with torch.inference_mode():  # PyTorch counts no writes to such tensors
         model.half().bfloat16()
         assert_forward_is_fresh(model)
@@ -174,11 +138,10 @@ def test_plain_dtensors_become_weights_that_are_gathered_in_fp8(
     assert_forward_is_fresh(target)
 
 
-@both_policies
 @on_ranks(2, gpus=())
-def test_a_rank_may_send_its_rows(mesh: DeviceMesh, policy: Any) -> None:
+def test_a_rank_may_send_its_rows(mesh: DeviceMesh) -> None:
     """A read: it is no change on that rank, between a forward and its backward or elsewhere."""
-    model, _ = trained(mesh, Recipe(cache_weight=policy))
+    model, _ = trained(mesh)
     loss = loss_of(model, 0)
     rows = model[0].weight.detach().to_local()
     if dist.get_rank() == 1:
@@ -192,14 +155,11 @@ def test_a_rank_may_send_its_rows(mesh: DeviceMesh, policy: Any) -> None:
 CHANGED = r"FP8 weight that FSDP2 gathers was changed or moved on this rank between a forward"
 
 
-@both_policies
 @pytest.mark.parametrize("forwards", [1, 2])
 @on_ranks(2, gpus=())
-def test_a_change_between_forward_and_backward(
-    mesh: DeviceMesh, forwards: int, policy: Any
-) -> None:
+def test_a_change_between_forward_and_backward(mesh: DeviceMesh, forwards: int) -> None:
     """Raises, alike on all ranks, also if a second forward has seen the change."""
-    model, optimizer = trained(mesh, Recipe(cache_weight=policy))
+    model, optimizer = trained(mesh)
     losses = [loss_of(model, 0)]
     scale(2, model[2].weight)
     if forwards == 2:
@@ -229,24 +189,6 @@ def test_an_optimizer_in_backward_after_an_evaluation(mesh: DeviceMesh) -> None:
             loss_of(model, number)
         loss_of(model, number).backward()
         assert_forward_is_fresh(model)
-
-
-@on_ranks(2, gpus=())
-def test_another_models_optimizer_steps_before_backward(mesh: DeviceMesh) -> None:
-    """As in adversarial training: it is no change of these weights."""
-    model, optimizer = trained(mesh, Recipe(cache_weight="step"))
-    optimizer.zero_grad()
-    single = converted()
-    single.load_state_dict(weights_of(model))
-    model.set_reshard_after_backward(False)
-    for number in range(2):
-        losses = [loss_of(model, number), loss_of(single, number)]
-        another_model_steps()
-        for loss in losses:
-            loss.backward()
-    for part in (*model[::2], model):
-        part.reshard()
-    assert_equal(gradients(model), gradients(single))
 
 
 class Twice(nn.Module):
@@ -294,13 +236,12 @@ CHANGES_NO_VALUES: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
-@both_policies
 @pytest.mark.parametrize("again", CHANGES_NO_VALUES)
 @pytest.mark.parametrize("pads", PADS_AGAIN)
 @on_ranks(3, gpus=())
-def test_rows_that_were_padded_again(mesh: DeviceMesh, pads: str, again: str, policy: Any) -> None:
+def test_rows_that_were_padded_again(mesh: DeviceMesh, pads: str, again: str) -> None:
     """The table is kept: those ranks must not wait for the others to compare weights."""
-    model, optimizer = trained(mesh, Recipe(cache_weight=policy))
+    model, optimizer = trained(mesh)
     table = table_of(model, 2)
     PADS_AGAIN[pads](model)
     assert_forward_is_fresh(model)
@@ -308,7 +249,6 @@ def test_rows_that_were_padded_again(mesh: DeviceMesh, pads: str, again: str, po
     assert_forward_is_fresh(model)
     train(model, optimizer, 1)
     PADS_AGAIN[pads](model)
-    assert precompute_block_amax(model) == 3
     for number in (2, 3):
         CHANGES_NO_VALUES[again](model)
         assert_forward_is_fresh(model)
@@ -317,36 +257,34 @@ def test_rows_that_were_padded_again(mesh: DeviceMesh, pads: str, again: str, po
     assert table_of(model, 2) is table
 
 
-@both_policies
 @on_ranks(3, gpus=())
-def test_a_part_moves_and_the_root_pads_it_later(mesh: DeviceMesh, policy: Any) -> None:
+def test_a_part_moves_and_the_root_pads_it_later(mesh: DeviceMesh) -> None:
     """FSDP notices the part, which it does not shard by itself, at the root's next load."""
-    model = converted(recipe=Recipe(cache_weight=policy))
+    model = converted()
     fully_shard(model, mesh=mesh)
     loss_of(model, 0).backward()
     model.reshard()
     model[0].half().bfloat16()
-    if policy == "step":
-        loss_of(model, 0)
-    else:
-        assert precompute_block_amax(model) == 3
-    model.reshard()
-    tables = [table_of(model, layer) for layer in (0, 4)]
-    before = [table.reductions for table in tables]
-    model.load_state_dict({}, strict=False)
     loss_of(model, 0)
-    made = [table.reductions - earlier for table, earlier in zip(tables, before, strict=True)]
-    assert made == [0, policy == "step"]  # not every rank has rows of the last weight
     model.reshard()
+    table = table_of(model, 0)
+    model.load_state_dict({}, strict=False)
     assert_forward_is_fresh(model)
+    model.reshard()
+    assert table_of(model, 0) is table_of(model, 4) is table
 
 
-@both_policies
 @on_ranks(3, gpus=())
-def test_a_move_between_forward_and_backward(mesh: DeviceMesh, policy: Any) -> None:
-    """All ranks raise, those that did not pad again too; a load of nothing is no change."""
+def test_a_move_between_forward_and_backward(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All ranks raise, those that did not pad again too; a load of nothing is no change.
+
+    An address that comes back does not hide a move: counters begin at 0 again.
+    """
+    monkeypatch.setattr(torch.Tensor, "data_ptr", lambda x: 0)
     for prepare in PADS_AGAIN.values():
-        model, optimizer = trained(mesh, Recipe(cache_weight=policy))
+        model, optimizer = trained(mesh)
         prepare(model)
         loss = loss_of(model, 0)
         model.load_state_dict({}, strict=False)
@@ -356,17 +294,3 @@ def test_a_move_between_forward_and_backward(mesh: DeviceMesh, policy: Any) -> N
         model.bfloat16()
         with pytest.raises(RuntimeError, match=CHANGED):
             loss.backward()
-
-
-@on_ranks(2, gpus=())
-def test_memory_that_a_model_gave_up_is_given_to_it_again(
-    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An address that comes back does not hide the change: counters begin at 0 again."""
-    monkeypatch.setattr(torch.Tensor, "data_ptr", lambda x: 0)
-    model, _ = trained(mesh, Recipe(cache_weight="step"))
-    for _ in range(2):
-        model.half().bfloat16()
-        before = table_of(model, 0).reductions
-        loss_of(model, 0)
-        assert table_of(model, 0).reductions == before + 1

@@ -20,7 +20,6 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from blocktensor import Recipe, functional
-from blocktensor.distributed import precompute_block_amax
 from tests.support.models import linear, randn
 from tests.support.ranks import on_ranks
 from tests.support.sharded import step, whole
@@ -122,9 +121,6 @@ class Player:
 
     def step(self) -> None:
         step(self.optimizer)
-        if self.choice.random() < 0.3:
-            precompute_block_amax(self.model)
-            self.evaluate()
 
     def move(self) -> None:
         name = self.choice.choices(list(MOVES), list(MOVES.values()))[0]

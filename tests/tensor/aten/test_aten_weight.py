@@ -264,7 +264,7 @@ def test_a_matrix_of_a_stack_is_an_fp8_weight_with_the_bytes_of_the_stack(
     assert_bits(step(lambda x: F.linear(x, MATRICES[name](w)), x, of=[w]), wanted)
 
 
-@pytest.mark.parametrize("policy", ["backward", "step", False])
+@pytest.mark.parametrize("policy", ["backward", False])
 def test_a_loop_over_experts_casts_each_once_in_a_forward(policy: Any) -> None:
     w = stack(3, 128, 192, recipe=Recipe(cache_weight=policy))
     x, optimizer = randn(5, 192, dtype=torch.float32, grad=True), torch.optim.SGD([w], lr=0.1)
@@ -276,25 +276,21 @@ def test_a_loop_over_experts_casts_each_once_in_a_forward(policy: Any) -> None:
             sum(one.sum() for one in y).backward()
         optimizer.step()
         optimizer.zero_grad()
-        assert w.cache.nbytes() == 0 or policy == "step"
-        # in the first step, "step" learns how many backwards follow
-        casts = {"backward": 2 * n, "step": n + 1, False: 4 * n}[policy]
-        of_each = [w.cache.part(e).casts for e in range(3)]
-        assert of_each == [of_each[0] if policy == "step" else casts, 0, casts]
+        assert w.cache.nbytes() == 0
+        casts = 2 * n if policy else 4 * n
+        assert [w.cache.part(e).casts for e in range(3)] == [casts, 0, casts]
     assert w.cache.casts == 0
 
 
-@pytest.mark.parametrize("policy", ["backward", "step", False])
+@pytest.mark.parametrize("policy", ["backward", False])
 def test_a_write_to_a_stack_is_seen_by_its_matrices(policy: Any) -> None:
     w = stack(3, 128, 192, recipe=Recipe(cache_weight=policy))
     x = randn(5, 192, dtype=torch.float32, grad=True)
     writes: list[Callable[[], Any]] = [
         *(lambda: w.mul_(2), lambda: w[1].mul_(2), lambda: w.mT[1].mul_(2)),
         *(lambda: w.unbind()[1].mul_(2), lambda: w.detach().view(-1).mul_(2)),
-        lambda: setattr(w, "data", plain(w) * 2),
+        *(lambda: setattr(w, "data", plain(w) * 2), lambda: w.master.view(-1).data.mul_(2)),
     ]
-    if policy != "step":  # which does not promise to see it
-        writes.append(lambda: w.master.view(-1).data.mul_(2))
     waiting = []
     for write in writes:
         waiting.append(F.linear(x, w[1]))
@@ -304,16 +300,6 @@ def test_a_write_to_a_stack_is_seen_by_its_matrices(policy: Any) -> None:
             assert torch.equal(F.linear(x, one), functional.linear(x, plain(w)[1]))
     with pytest.raises(RuntimeError, match=r"modified by an in-?place operation"):
         waiting[0].sum().backward()
-
-
-def test_parts_share_what_the_stack_is_told() -> None:
-    w = stack(3, 128, 192, recipe=Recipe(cache_weight="step"))
-    x = randn(5, 192, dtype=torch.float32, grad=True)
-    F.linear(x, w[1]), F.linear(x, w[1])
-    assert w.cache.part(1).casts == 1
-    w.master.view(-1).data.mul_(2)
-    w.invalidate()
-    assert torch.equal(F.linear(x, w[1]), functional.linear(x, plain(w)[1]))
 
 
 @pytest.mark.parametrize("frozen", [False, True])
