@@ -1,46 +1,26 @@
-"""Reading index and headers of a checkpoint: every tensor with its file, dtype and shape.
-
-No data is read here, and nothing is allocated by a size that a file claims.
-"""
+"""Reading index and headers of a checkpoint: every tensor with its file, dtype and shape."""
 
 from __future__ import annotations
 
 import os
-import reprlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..ops.formats import BLOCKS_128X128
-from .on_disk import (
-    CONFIG,
-    HEADERS,
-    INDEX,
-    SCALE_SUFFIX,
-    SINGLE,
-    TENSORS,
-    CheckpointError,
-    header_digest,
-    read_json,
-)
+from .on_disk import CONFIG, INDEX, SCALE_SUFFIX, SINGLE, CheckpointError, read_json
 
 _SCALES = ("F32", "BF16", "F16", "F8_E8M0")
 """Dtypes of stored scales: fp32 holds every value of each."""
 
-_LONGEST_NAME = 255
-
 
 class Entry(NamedTuple):
-    """A stored tensor, as the file's header describes it: its name, dtype and shape there.
-
-    ``digest``: what ``tensor_digest`` gave when it was written; None if the writer kept none.
-    """
+    """A stored tensor, as the file's header describes it: its name, dtype and shape there."""
 
     file: Path
     dtype: str
     shape: tuple[int, ...]
     name: str
-    digest: str | None = None
 
     @property
     def is_fp8(self) -> bool:
@@ -63,11 +43,11 @@ def entries_of(folder: Path) -> dict[str, Entry]:
     if not os.path.lexists(folder / INDEX):
         if not os.path.lexists(folder / SINGLE):
             raise CheckpointError(f"{folder}: no checkpoint: neither {INDEX} nor {SINGLE} is there")
-        return _header(folder / SINGLE, None)
-    places, headers, digests = _index(folder / INDEX)
+        return _header(folder / SINGLE)
+    places = _index(folder / INDEX)
     entries: dict[str, Entry] = {}
     for file in sorted(set(places.values())):
-        found = _header(folder / file, headers.get(file))
+        found = _header(folder / file)
         for name in found:
             place = places.get(name)
             if place != file:
@@ -77,14 +57,6 @@ def entries_of(folder: Path) -> dict[str, Entry]:
     for name, file in places.items():
         if name not in entries:
             raise CheckpointError(f"{folder / file}: tensor {name!r} is missing, {INDEX} names it")
-        if digests is not None:
-            if name not in digests:
-                raise CheckpointError(
-                    f"{folder / INDEX}: tensor {name!r} has no digest in {TENSORS}, which has one "
-                    f"for each tensor: copy the index again from where it is intact; without "
-                    f"{TENSORS} all tensors load unchecked"
-                )
-            entries[name] = entries[name]._replace(digest=digests[name])
     return entries
 
 
@@ -114,39 +86,23 @@ def check_scales(scales: Entry, shape: tuple[int, ...]) -> None:
         )
 
 
-def _index(file: Path) -> tuple[dict[str, str], dict[str, str], dict[str, str] | None]:
-    """Read the file of each tensor, and the digests of headers and tensors if there are any."""
-    index = read_json(file)
-    metadata = index.get("metadata")
-    if not isinstance(metadata, dict):
-        metadata = {}
-    found = {
-        "weight_map": index.get("weight_map"),
-        HEADERS: metadata.get(HEADERS, {}),
-        TENSORS: metadata.get(TENSORS, {}),
-    }
-    for what, strings in found.items():
-        fits = isinstance(strings, dict) and all(isinstance(x, str) for x in strings.values())
-        if not fits:
-            raise CheckpointError(f"{file}: {what} is no object of strings")
-    places, headers, digests = found.values()
+def _index(file: Path) -> dict[str, str]:
+    """Read the file of each tensor."""
+    places = read_json(file).get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(x, str) for x in places.values()):
+        raise CheckpointError(f"{file}: weight_map is no object of strings")
     for name in places.values():
-        if os.path.basename(name) != name or not 0 < len(name) <= _LONGEST_NAME or name == ".":
-            raise CheckpointError(f"{file}: {reprlib.repr(name)} is no file of its folder")
-    return places, headers, digests if TENSORS in metadata else None
+        if os.path.basename(name) != name:
+            raise CheckpointError(f"{file}: {name!r} is no file of its folder")
+    return places
 
 
-def _header(file: Path, digest: str | None) -> dict[str, Entry]:
+def _header(file: Path) -> dict[str, Entry]:
     from safetensors import SafetensorError, safe_open
 
     if not os.path.isfile(file):  # False too for names that no file can have
         raise CheckpointError(f"{file.parent}: {file.name!r} is no file, but {INDEX} names it")
     try:
-        if digest is not None and header_digest(file) != digest:
-            raise CheckpointError(
-                f"{file}: corrupted: its header is not the one that was written (SHA-256 in "
-                f"{INDEX})"
-            )
         with safe_open(file, framework="pt") as opened:
             entries = {}
             for name in opened.keys():  # noqa: SIM118
@@ -158,32 +114,12 @@ def _header(file: Path, digest: str | None) -> dict[str, Entry]:
 
 
 def check_blocks(config: Mapping[str, Any], file: Path) -> None:
-    """Raise NotImplementedError if a config describes weights in blocks other than 128x128.
-
-    Raises:
-        CheckpointError: its description of FP8 weights is malformed.
-    """
-    described = _object(config, "quantization_config", file)
-    size, expected = described.get("weight_block_size"), list(BLOCKS_128X128.block_shape)
-    if size is None:
-        return
-    numbers = isinstance(size, list) and all(type(n) is int and n > 0 for n in size)
-    if not numbers or len(size) != len(expected):
-        raise CheckpointError(
-            f"{file}: weights are scaled in blocks of {reprlib.repr(size)}: expected {expected}"
-        )
-    if size != expected:
+    """Raise NotImplementedError if a config describes weights in blocks other than 128x128."""
+    described = config.get("quantization_config")
+    size = described.get("weight_block_size") if isinstance(described, dict) else None
+    expected = list(BLOCKS_128X128.block_shape)
+    if size is not None and size != expected:
         raise NotImplementedError(
             f"{file}: weights are scaled in blocks of {size}, expected {expected}: "
             f"dequantize them with the library that wrote them, then convert"
         )
-
-
-def _object(parent: Mapping[str, Any], name: str, file: Path) -> dict[str, Any]:
-    """Return an object inside a JSON object; empty if it is absent or null."""
-    found = parent.get(name)
-    if found is not None and not isinstance(found, dict):
-        raise CheckpointError(
-            f"{file}: {reprlib.repr(name)} is {reprlib.repr(found)}: expected a JSON object"
-        )
-    return found or {}

@@ -1,17 +1,9 @@
-"""Reading FP8 checkpoints: check everything, read tensor by tensor, then assign all of them.
-
-What a file holds is what was written, or it is an error. SHA-256 runs at 1 to 2 GB/s a core, slower
-than many disks. So large tensors are hashed in threads, while others are read; hashlib releases the
-GIL.
-"""
+"""Reading FP8 checkpoints: check everything, read tensor by tensor, then assign all of them."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,21 +22,8 @@ from ..text_table import Report, Table, collapse
 from .contents import Entry, entries_of
 from .match import Source, check_fits, match, some
 from .names import possible_names
-from .on_disk import (
-    HASHING_THREADS,
-    INDEX,
-    TENSORS,
-    CheckpointError,
-    require_safetensors,
-    tensor_digest,
-)
+from .on_disk import CheckpointError, require_safetensors
 from .read import check_cut, read_values, write_values
-
-_AHEAD = 2 * HASHING_THREADS
-"""Large tensors that may wait: after too long their pages would have left the memory."""
-
-_SMALL = 1 << 20
-"""Bytes up to which the reading thread hashes itself: another gains nothing."""
 
 
 @dataclass(frozen=True)
@@ -109,12 +88,11 @@ def load_fp8(
             checkpoint whose scales are powers of two.
 
     Raises:
-        ImportError: safetensors or NumPy is not installed.
-        CheckpointError: a file that is missing, truncated or malformed; a tensor that is not the
-            one that :func:`save_fp8` wrote, by its SHA-256; a tensor whose shape or dtype does not
-            fit the model; a scale that is not finite and above 0, or does not fit the recipe; a
-            stack of which some experts are missing or not in FP8, or whose gate and up would share
-            blocks; names that are missing or unexpected, if ``strict``.
+        ImportError: safetensors is not installed.
+        CheckpointError: a file that is missing, truncated or malformed; a tensor whose shape or
+            dtype does not fit the model; a scale that is not finite and above 0, or does not fit
+            the recipe; a stack of which some experts are missing or not in FP8, or whose gate and
+            up would share blocks; names that are missing or unexpected, if ``strict``.
         NotImplementedError: weights scaled in other blocks than 128x128; a sharded weight that is
             on meta, trainable, of another recipe, or not in FP8 where the stored one is.
     """
@@ -156,7 +134,7 @@ def load_entries(
     home = torch.device("cpu" if device is None else device)
     ranks = Ranks.of(target.current for target in targets.values())
     values: dict[str, Tensor | list[Tensor]] = {}
-    ranks.each(lambda: values.update(_read(sources, targets, home, recipe, ranks)))
+    ranks.each(lambda: values.update(_read(sources, targets, home, recipe)))
     replaced: dict[int, Tensor] = {}
     for name, made in values.items():
         current = targets[name].current
@@ -208,71 +186,21 @@ def _read(
     targets: Mapping[str, _Target],
     device: torch.device,
     recipe: Recipe | None,
-    ranks: Ranks,
 ) -> dict[str, Tensor | list[Tensor]]:
-    """Read the values of the model, file by file, to be kept only if all checks pass.
-
-    The digests of tensors that several ranks read are compared by these in turn.
-    """
+    """Read the values of the model, file by file, to be kept only if all checks pass."""
     made: dict[str, Tensor | list[Tensor]] = {}
-    turn = 0
-    with reading() as reader:
-        for name, source in sorted(sources.items(), key=lambda found: found[1].weights[0].file):
-            current = targets[name].current
-            stored = {}
-            for entry in source.entries:
-                is_cut = local_of(current) is not None
-                checks = not is_cut or turn % ranks.size == ranks.index
-                stored[entry] = (reader.read if checks else reader.unchecked)(entry)
-                turn += is_cut
-            made[name] = read_values(current, source, device, recipe, stored.__getitem__)
+    files: dict[Path, Any] = {}  # open files: a header is parsed once, not per tensor
+
+    def read(entry: Entry) -> Tensor:
+        return _tensor(entry, files)
+
+    for name, source in sorted(sources.items(), key=lambda found: found[1].weights[0].file):
+        made[name] = read_values(targets[name].current, source, device, recipe, read)
     return made
 
 
-class Reader:
-    """Reads stored tensors; threads compare large ones with their digests."""
-
-    def __init__(self, pool: ThreadPoolExecutor) -> None:
-        self._files: dict[Path, Any] = {}  # open files: a header is parsed once, not per tensor
-        self._pool = pool
-        self.pending: deque[Future[None]] = deque()
-
-    def read(self, entry: Entry) -> Tensor:
-        """Return a tensor, of which a digest is compared now or later.
-
-        Raises:
-            CheckpointError: for this tensor, or one that was read before.
-        """
-        x = self.unchecked(entry)
-        if entry.digest is None:
-            return x
-        if x.nbytes <= _SMALL:
-            _check_digest(entry, x)
-        else:
-            self.pending.append(self._pool.submit(_check_digest, entry, x))
-            if len(self.pending) > _AHEAD:
-                self.pending.popleft().result()
-        return x
-
-    def unchecked(self, entry: Entry) -> Tensor:
-        """Return a tensor in the file's memory, which is read where it is copied."""
-        return _tensor(entry, self._files)
-
-
-@contextlib.contextmanager
-def reading() -> Iterator[Reader]:
-    """Yield a reader, all of whose comparisons have ended at the end of the context."""
-    with ThreadPoolExecutor(HASHING_THREADS) as pool:
-        reader = Reader(pool)
-        try:
-            yield reader
-            for comparison in reader.pending:
-                comparison.result()
-        finally:
-            pool.shutdown(cancel_futures=True)
-
-
 def _tensor(entry: Entry, files: dict[Path, Any]) -> Tensor:
+    """Return a tensor in the memory of its file, which is read where it is copied."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -282,12 +210,3 @@ def _tensor(entry: Entry, files: dict[Path, Any]) -> Tensor:
     except (SafetensorError, OSError, RuntimeError) as error:  # RuntimeError: it cannot be mapped
         raise CheckpointError(f"{entry} cannot be read ({error})") from None
     return value
-
-
-def _check_digest(entry: Entry, x: Tensor) -> None:
-    if tensor_digest(x) != entry.digest:
-        raise CheckpointError(
-            f"{entry.file}: corrupted: tensor {entry.name!r} is not the one that was written "
-            f"(SHA-256 in {INDEX}): copy the file again from where it is intact; without {TENSORS} "
-            f"in the index it loads unchecked"
-        )

@@ -37,11 +37,6 @@ class Source(NamedTuple):
         """Return True if the weights are stored in FP8."""
         return self.weights[0].is_fp8
 
-    @property
-    def entries(self) -> list[Entry]:
-        """All stored tensors."""
-        return [*self.weights, *self.scales]
-
     def boxes(self, shape: Sequence[int]) -> list[tuple[slice, ...]]:
         """Return where each of ``weights`` is in a plain tensor of ``shape``, or in its scales."""
         if self.names.experts is None:

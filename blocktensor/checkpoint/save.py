@@ -6,7 +6,6 @@ import contextlib
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,19 +20,7 @@ from ..tensor.base import TORCH_FUNCTIONS, implements
 from .export import Unit, exported, stored_in_turn
 from .in_place import flush, holds_nothing, naming, put_in_place, staging, write_json
 from .names import module_names
-from .on_disk import (
-    CONFIG,
-    HASHING_THREADS,
-    HEADERS,
-    INDEX,
-    SINGLE,
-    TENSORS,
-    Layout,
-    ShardFile,
-    header_digest,
-    require_safetensors,
-    tensor_digest,
-)
+from .on_disk import CONFIG, INDEX, SINGLE, Layout, ShardFile, require_safetensors
 
 _DEFAULT_SHARD = 5 << 30
 
@@ -86,7 +73,7 @@ def save_fp8(
         ``path``.
 
     Raises:
-        ImportError: safetensors or NumPy is not installed.
+        ImportError: safetensors is not installed.
         ValueError: a shard size below 1; no FP8 weight; a tensor on meta; an FP8 weight that holds
             NaN or Inf, which :func:`load_fp8` refuses; ``separate_experts`` for a stack
             ``[E, K, N]``, one of another name, or one whose matrices share blocks.
@@ -113,11 +100,11 @@ def save_fp8(
         made, tag = ranks.first(begin)
         shards = _shards(found.units, made, tag, max_shard_bytes)
         ranks.first(lambda: _create(shards, folder))
-        digests = ranks.each(lambda: _write(shards, folder, ranks))
+        ranks.each(lambda: _write(shards, folder, ranks))
 
         def finish() -> None:
             with naming(folder):
-                _write_index(made, shards, digests)
+                _write_index(made, shards)
                 write_json(made / CONFIG, content)
             put_in_place(made)
 
@@ -203,48 +190,38 @@ def _create(shards: Sequence[Shard], folder: Path) -> None:
             file.create()
 
 
-def _write(shards: Sequence[Shard], folder: Path, ranks: Ranks) -> dict[str, str]:
-    """Write this rank's share of all units; return the digests of their tensors by name.
+def _write(shards: Sequence[Shard], folder: Path, ranks: Ranks) -> None:
+    """Write this rank's share of all units.
 
     Ranks take turns, so that all of them write to the disk at once. One that fails still takes part
     in what the others gather.
     """
     turns = [file for file, members in shards for _ in members]
     units = [unit for _, members in shards for unit in members]
-    digests: dict[str, str] = {}
     failure: Exception | None = None
     mine: set[Path] = set()
-    with ThreadPoolExecutor(HASHING_THREADS) as pool:
-        for turn, (_, stored) in enumerate(stored_in_turn(units)):
-            if turn % ranks.size != ranks.index or failure is not None:
-                continue
-            try:
-                tensors = {name: x.cpu() for name, x in stored.items()}
-                hashed = pool.map(tensor_digest, tensors.values())  # while they are written
-                with naming(folder):
-                    for name, x in tensors.items():
-                        turns[turn].write(name, x)
-                digests |= zip(tensors, hashed, strict=True)
-                mine.add(turns[turn].path)
-            except Exception as error:
-                if ranks.size == 1:
-                    raise
-                failure = error
+    for turn, (_, stored) in enumerate(stored_in_turn(units)):
+        if turn % ranks.size != ranks.index or failure is not None:
+            continue
+        try:
+            with naming(folder):
+                for name, x in stored.items():
+                    turns[turn].write(name, x.cpu())
+            mine.add(turns[turn].path)
+        except Exception as error:
+            if ranks.size == 1:
+                raise
+            failure = error
     if failure is not None:
         raise failure
     with naming(folder):
         for path in sorted(mine):
             flush(path)
-    return digests
 
 
-def _write_index(made: Path, shards: Sequence[Shard], digests: Iterable[dict[str, str]]) -> None:
+def _write_index(made: Path, shards: Sequence[Shard]) -> None:
     places = {name: file.path.name for file, _ in shards for name in file.names}
-    metadata = {
-        "total_size": sum(file.nbytes for file, _ in shards),
-        HEADERS: {file.path.name: header_digest(file.path) for file, _ in shards},
-        TENSORS: dict(sorted((name, x) for each in digests for name, x in each.items())),
-    }
+    metadata = {"total_size": sum(file.nbytes for file, _ in shards)}
     write_json(made / INDEX, {"metadata": metadata, "weight_map": dict(sorted(places.items()))})
 
 

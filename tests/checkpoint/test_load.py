@@ -103,7 +103,7 @@ def test_there_and_back(tmp_path: Path, target: str) -> None:
 
 
 def test_scales_of_compressed_tensors_load_after_they_are_renamed(folder: Path) -> None:
-    """The remedy of the error: rename them in the files, and in the index, without digests."""
+    """The remedy of the error: rename them in the files, and in the index."""
 
     def spelled(old: str, new: str) -> None:
         index = json.loads((folder / INDEX).read_text())
@@ -136,7 +136,7 @@ def test_what_is_frozen_stays_frozen_and_keeps_its_dtype(folder: Path) -> None:
 
 @pytest.mark.parametrize("dtype", BAD_SCALES)
 def test_a_checkpoint_as_transformers_writes_it(tmp_path: Path, dtype: torch.dtype) -> None:
-    """One file, no index, no digest; scales that are no plain cast's."""
+    """One file, no index; scales that are no plain cast's."""
     data = torch.randn(N, K).to(E4M3)
     wanted = torch.tensor([[1.0, 2**-14, 2.0**9], [0.5, 2**-3, 4.0]])
     if dtype == torch.float32:

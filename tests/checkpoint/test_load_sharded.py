@@ -40,34 +40,8 @@ def test_frozen_models(world: int, device: str, how: str, tmp_path: Path) -> Non
 
 
 @on_ranks(2)
-def test_a_rank_reads_its_part_alone(
-    world: int, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And the tensors of which it compares the digests, which are half of them."""
-    single, model = (net(device, BF16, Recipe(), frozen=True, seed=seed) for seed in (1, 2))
-    arrange(model, "EP", world, device)
-    if dist.get_rank() == 0:
-        save_fp8(single, tmp_path / "fp8", separate_experts=True)
-    dist.barrier()
-    hashed: list[str] = []
-    check = load._check_digest
-
-    def checked(entry: Any, x: Any) -> None:
-        hashed.append(entry.name)
-        check(entry, x)
-
-    monkeypatch.setattr(load, "_check_digest", checked)
-    load_fp8(model, tmp_path / "fp8")
-    everybody: list[Any] = [None] * world
-    dist.all_gather_object(everybody, [name for name in hashed if "experts" in name])
-    mine, theirs = everybody[dist.get_rank()], everybody[1 - dist.get_rank()]
-    assert not set(mine) & set(theirs)
-    assert len(mine) == len(theirs) == 5 * 3 * 2 / 2
-
-
-@on_ranks(2)
 def test_what_cannot_be_loaded_changes_nothing_on_any_rank(
-    world: int, device: str, tmp_path: Path
+    world: int, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "fp8"
     single, model, trains = (
@@ -84,14 +58,13 @@ def test_what_cannot_be_loaded_changes_nothing_on_any_rank(
     assert "load before the model is sharded for another recipe" in text.replace("\n", " ")
     with pytest.raises(CheckpointError, match="trainable and would lose its high-precision"):
         load_fp8(trains, folder, strict=False)
-    (file,) = folder.glob("*.safetensors")
-    data = bytearray(file.read_bytes())
-    dist.barrier()
+
+    def unreadable(*_: Any) -> None:
+        raise CheckpointError("unreadable on one rank")
+
     if dist.get_rank() == 0:
-        data[-5] ^= 1  # in one tensor, whose digest one rank compares
-        file.write_bytes(data)
-    dist.barrier()
-    with pytest.raises(CheckpointError, match="is not the one that was written"):
+        monkeypatch.setattr(load, "_tensor", unreadable)
+    with pytest.raises(CheckpointError, match="unreadable on one rank"):
         load_fp8(model, folder)
     same_bits(dict(iter_fp8(model)), before)
 

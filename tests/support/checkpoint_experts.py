@@ -86,7 +86,7 @@ def read(folder: Path) -> Tensors:
 
 
 def rewrite(folder: Path, change: Callable[[Tensors], object]) -> None:
-    """Change the tensors of a checkpoint, which becomes one file without index and digests."""
+    """Change the tensors of a checkpoint, which becomes one file without index."""
     made = read(folder)
     change(made)
     for file in folder.glob("model*"):
