@@ -18,7 +18,7 @@ from ..sharding.dtensor import fp8_part, local_of
 from ..sharding.whole import form_of, format_of, whole_tensors
 from ..tensor.base import MasterBase
 from .names import Names, names_to_write, possible_names
-from .on_disk import SCALE_SUFFIX, Layout
+from .on_disk import SCALE_SUFFIX
 
 
 class Exported(NamedTuple):
@@ -51,26 +51,11 @@ class Unit(NamedTuple):
     label: str
 
     @property
-    def shape(self) -> torch.Size:
-        """The shape of all of its matrices, one below the other."""
-        return self.x.shape if self.expert is None else self.x.shape[1:]
-
-    def layout(self) -> dict[str, Layout]:
-        """Return dtype and shape of each tensor that it is exported as, without its values."""
-        fp8, count = fp8_part(self.x), len(self.names)
-        if fp8 is None:
-            return {name: (self.x.dtype, _part(self.shape, count)) for name in self.names}
-        format = format_of(fp8)
-        scales = format.scale_shape(self.shape)
-        return {
-            **{name: (format.dtype, _part(self.shape, count)) for name in self.names},
-            **{name + SCALE_SUFFIX: (torch.float32, _part(scales, count)) for name in self.names},
-        }
-
-
-def _part(shape: Sequence[int], count: int) -> tuple[int, ...]:
-    """Return the shape of each of ``count`` equal parts of the rows, or of the only one."""
-    return tuple(shape) if count == 1 else (shape[0] // count, *shape[1:])
+    def nbytes(self) -> int:
+        """The bytes of all that it is exported as."""
+        shape = self.x.shape if self.expert is None else self.x.shape[1:]
+        fp8 = fp8_part(self.x)
+        return shape.numel() * self.x.itemsize if fp8 is None else format_of(fp8).nbytes(shape)
 
 
 def iter_fp8(

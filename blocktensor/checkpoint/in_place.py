@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from .on_disk import CONFIG, INDEX, SINGLE, CheckpointError, read_json
+from .on_disk import CONFIG, INDEX, SINGLE, CheckpointError, flush, read_json
 
 STAGING = ".save_fp8."
 """Beginning of the name of a staging folder, and a part of names of shards that came from it."""
@@ -104,12 +104,3 @@ def write_json(file: Path, content: Mapping[str, Any]) -> None:
     """Write an object to a file, and the file to the disk."""
     file.write_text(json.dumps(content, indent=2) + "\n")
     flush(file)
-
-
-def flush(path: Path) -> None:
-    """Write a file, or the names in a folder, to the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

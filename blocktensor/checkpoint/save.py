@@ -1,11 +1,12 @@
-"""Writing FP8 checkpoints: the ranks of a model write its tensors into files laid out before."""
+"""Writing FP8 checkpoints: the ranks of a model take turns to write its files."""
 
 from __future__ import annotations
 
 import contextlib
-import math
+import itertools
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,9 +19,9 @@ from ..sharding.ranks import Ranks
 from ..sharding.whole import format_of
 from ..tensor.base import TORCH_FUNCTIONS, implements
 from .export import Unit, exported, stored_in_turn
-from .in_place import flush, holds_nothing, naming, put_in_place, staging, write_json
+from .in_place import holds_nothing, naming, put_in_place, staging, write_json
 from .names import module_names
-from .on_disk import CONFIG, INDEX, SINGLE, Layout, ShardFile, require_safetensors
+from .on_disk import CONFIG, INDEX, SINGLE, require_safetensors, write_shard
 
 _DEFAULT_SHARD = 5 << 30
 
@@ -99,12 +100,11 @@ def save_fp8(
 
         made, tag = ranks.first(begin)
         shards = _shards(found.units, made, tag, max_shard_bytes)
-        ranks.first(lambda: _create(shards, folder))
-        ranks.each(lambda: _write(shards, folder, ranks))
+        index, *_ = ranks.each(lambda: _write(shards, folder, ranks))
 
         def finish() -> None:
             with naming(folder):
-                _write_index(made, shards)
+                write_json(made / INDEX, index)
                 write_json(made / CONFIG, content)
             put_in_place(made)
 
@@ -156,73 +156,62 @@ def _quantization_config(
     } | ({"scale_fmt": "ue8m0"} if powers else {})
 
 
-Shard = tuple[ShardFile, list[Unit]]
-"""A file, and what is written to it."""
-
-
-def _shards(units: Iterable[Unit], folder: Path, tag: str, limit: int) -> list[Shard]:
+def _shards(units: Iterable[Unit], folder: Path, tag: str, limit: int) -> dict[Path, list[Unit]]:
     """Divide all units into files of at most ``limit`` bytes, or of one unit.
 
     ``tag``: part of their names, which are then those of no other file.
     """
-    groups: list[dict[str, Layout]] = []
-    members: list[list[Unit]] = []
+    shards: list[list[Unit]] = []
     size = limit + 1
     for unit in units:
-        layout = unit.layout()
-        nbytes = sum(dtype.itemsize * math.prod(shape) for dtype, shape in layout.values())
-        if size + nbytes > limit:
-            groups.append({})
-            members.append([])
+        if size + unit.nbytes > limit:
+            shards.append([])
             size = 0
-        groups[-1] |= layout
-        members[-1].append(unit)
-        size += nbytes
-    count = len(groups)
-    names = [f"model-{i:05}-of-{count:05}{tag}.safetensors" for i in range(1, count + 1)]
-    files = [ShardFile(folder / name, group) for name, group in zip(names, groups, strict=True)]
-    return list(zip(files, members, strict=True))
+        shards[-1].append(unit)
+        size += unit.nbytes
+    count = len(shards)
+    return {
+        folder / f"model-{number:05}-of-{count:05}{tag}.safetensors": members
+        for number, members in enumerate(shards, 1)
+    }
 
 
-def _create(shards: Sequence[Shard], folder: Path) -> None:
-    with naming(folder):
-        for file, _ in shards:
-            file.create()
+def _write(shards: Mapping[Path, list[Unit]], folder: Path, ranks: Ranks) -> dict[str, Any]:
+    """Write this rank's share of the shards; return the index of all.
 
-
-def _write(shards: Sequence[Shard], folder: Path, ranks: Ranks) -> None:
-    """Write this rank's share of all units.
-
-    Ranks take turns, so that all of them write to the disk at once. One that fails still takes part
-    in what the others gather.
+    Ranks take turns, and write in a thread, so that all of them write to the disk at once. A rank
+    holds one shard at a time. One that fails still takes part in what the others gather.
     """
-    turns = [file for file, members in shards for _ in members]
-    units = [unit for _, members in shards for unit in members]
-    failure: Exception | None = None
-    mine: set[Path] = set()
-    for turn, (_, stored) in enumerate(stored_in_turn(units)):
-        if turn % ranks.size != ranks.index or failure is not None:
-            continue
-        try:
-            with naming(folder):
-                for name, x in stored.items():
-                    turns[turn].write(name, x.cpu())
-            mine.add(turns[turn].path)
-        except Exception as error:
-            if ranks.size == 1:
-                raise
-            failure = error
+    stored_units = stored_in_turn([unit for members in shards.values() for unit in members])
+    places: dict[str, str] = {}
+    size, writing, failure = 0, Future[None](), None
+    writing.set_result(None)
+
+    def write(file: Path, tensors: dict[str, Tensor]) -> None:
+        with naming(folder):
+            write_shard(file, tensors)
+
+    with ThreadPoolExecutor(1) as pool:
+        for turn, (file, members) in enumerate(shards.items()):
+            held: dict[str, Tensor] = {}
+            for _, stored in itertools.islice(stored_units, len(members)):
+                places |= dict.fromkeys(stored, file.name)
+                size += sum(x.nbytes for x in stored.values())
+                if turn % ranks.size != ranks.index or failure is not None:
+                    continue
+                try:
+                    writing.result()
+                    held |= {name: x.to("cpu", copy=True) for name, x in stored.items()}
+                except Exception as error:
+                    if ranks.size == 1:
+                        raise
+                    failure = error
+            if held and failure is None:
+                writing = pool.submit(write, file, held)
     if failure is not None:
         raise failure
-    with naming(folder):
-        for path in sorted(mine):
-            flush(path)
-
-
-def _write_index(made: Path, shards: Sequence[Shard]) -> None:
-    places = {name: file.path.name for file, _ in shards for name in file.names}
-    metadata = {"total_size": sum(file.nbytes for file, _ in shards)}
-    write_json(made / INDEX, {"metadata": metadata, "weight_map": dict(sorted(places.items()))})
+    writing.result()
+    return {"metadata": {"total_size": size}, "weight_map": dict(sorted(places.items()))}
 
 
 @implements(TORCH_FUNCTIONS, Tensor.storage)

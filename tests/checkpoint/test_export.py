@@ -14,11 +14,9 @@ from torch.distributed.fsdp import fully_shard
 
 pytest.importorskip("safetensors")
 
-from safetensors.torch import load_file
 
 from blocktensor import Recipe, iter_fp8, load_fp8, save_fp8
-from blocktensor.checkpoint import on_disk
-from blocktensor.checkpoint.on_disk import ShardFile
+from blocktensor.checkpoint import save as saving
 from tests.support.arranged import ARRANGEMENTS, arrange, net, same_bits
 from tests.support.checkpoint_experts import layer, read
 from tests.support.checkpoint_models import SHARD, content, filled, untagged
@@ -62,25 +60,6 @@ def test_a_weight_that_fp8_cannot_hold() -> None:
     pairs = iter_fp8(model)
     with pytest.raises(ValueError, match=r"up\.weight has a block that FP8 cannot hold"):
         dict(pairs)
-
-
-# Files
-
-
-def test_a_file_of_every_dtype_in_any_order(tmp_path: Path) -> None:
-    tensors = {
-        str(dtype): torch.arange(48, dtype=torch.uint8).view(dtype)
-        for dtype in on_disk._DTYPES
-        if dtype != torch.bool
-    }
-    tensors |= {"scalar": torch.tensor(7), "none": torch.empty(0, 3), "flag": torch.tensor([True])}
-    file = ShardFile(tmp_path / "x", {name: (x.dtype, x.shape) for name, x in tensors.items()})
-    file.create()
-    for name in reversed(list(tensors)):
-        file.write(name, tensors[name].contiguous())
-    same_bits(dict(sorted(load_file(tmp_path / "x").items())), dict(sorted(tensors.items())))
-    with pytest.raises(TypeError, match=r"torch.complex128, which safetensors files do not have"):
-        ShardFile(tmp_path / "y", {"x": (torch.complex128, (1,))})
 
 
 # Sharded models
@@ -131,9 +110,9 @@ def test_what_one_rank_cannot_write_fails_on_all(
 
     with monkeypatch.context() as patched:
         if dist.get_rank() == 1:
-            patched.setattr(ShardFile, "write", full)
+            patched.setattr(saving, "write_shard", full)
         with pytest.raises(OSError, match=f"{folder} was not written .No space left on device"):
-            save_fp8(model, folder, overwrite=True)
+            save_fp8(model, folder, overwrite=True, max_shard_bytes=SHARD)
     dist.barrier()
     assert content(folder) == before
     with pytest.raises(FileExistsError, match="pass overwrite=True"):  # on all of them

@@ -194,7 +194,9 @@ def test_data_are_on_the_disk_before_what_names_them(tmp_path: Path) -> None:
         steps_to(tmp_path / "fp8"),
         """\
 mkdir .STAGING
+chmod .STAGING/model-00001-of-00002.STAGING.safetensors
 fsync .STAGING/model-00001-of-00002.STAGING.safetensors
+chmod .STAGING/model-00002-of-00002.STAGING.safetensors
 fsync .STAGING/model-00002-of-00002.STAGING.safetensors
 fsync .STAGING/model.safetensors.index.json
 fsync .STAGING/config.json

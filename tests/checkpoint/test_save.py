@@ -15,6 +15,7 @@ from torch import Tensor, nn
 pytest.importorskip("safetensors")
 
 from expecttest import assert_expected_inline
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file, save_model
 
 from blocktensor import BlockwiseFP8Tensor, Recipe, convert, load_fp8, save_fp8
@@ -37,8 +38,6 @@ from tests.support.checkpoint_models import (
     state,
 )
 from tests.support.models import complaint
-
-FILES = "blocktensor.checkpoint.on_disk.ShardFile"
 
 
 def config(folder: Path) -> dict[str, Any]:
@@ -137,7 +136,11 @@ def test_a_file_may_be_as_large_as_asked_and_no_larger(tmp_path: Path, frozen: b
 
 
 def test_what_cannot_be_saved(tmp_path: Path) -> None:
-    model = on_meta()
+    model, complex128 = on_meta(), filled()
+    complex128.register_buffer("phase", torch.zeros(2, dtype=torch.complex128))
+    with pytest.raises(TypeError, match=r"phase has dtype torch.complex128, which safetensors"):
+        save_fp8(complex128, tmp_path / "b")
+    (tmp_path / "b").rmdir()
     convert(model, skip_small=False)
     cases: list[tuple[type[Exception], Any, dict[str, Any], str]] = [
         (ValueError, filled(convert=False), {}, "no FP8 weight: convert it first"),
@@ -152,7 +155,8 @@ def test_what_cannot_be_saved(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "full", [f"{FILES}.create", f"{FILES}.write", "pathlib.Path.write_text", "os.fsync"]
+    "full",
+    ["pathlib.Path.touch", "pathlib.Path.write_text", "os.fsync", "safetensors.torch.save_file"],
 )
 @pytest.mark.parametrize("is_there", [False, True])
 def test_a_full_disk(
@@ -161,7 +165,8 @@ def test_a_full_disk(
     folder = tmp_path / "a"
     before = content(save(OLD, folder)) if is_there else {}
     with monkeypatch.context() as patch:
-        patch.setattr(full, Mock(side_effect=OSError("No space left on device")))
+        error = SafetensorError if "safetensors" in full else OSError
+        patch.setattr(full, Mock(side_effect=error("No space left on device")))
         message = rf"^{folder} was not written \(No space left.*\), .*: free space on its disk"
         with pytest.raises(OSError, match=message):
             save(NEW, folder)
