@@ -54,33 +54,6 @@ class Region(NamedTuple):
         return rows.start % format.rows, cols.start % format.cols
 
 
-class Cut(NamedTuple):
-    """The mesh of a DTensor, and those of its dimensions along which ranks hold other parts."""
-
-    mesh: Any
-    dims: tuple[int, ...]
-
-    @staticmethod
-    def of(x: Any) -> Cut:
-        """Return how a DTensor is cut."""
-        mesh = x.device_mesh
-        along = enumerate(x.placements)
-        return Cut(mesh, tuple(i for i, p in along if mesh.size(i) > 1 and not p.is_replicate()))
-
-    @property
-    def device(self) -> torch.device:
-        """The device on which the ranks send; FSDP may have moved their parts to the CPU."""
-        return torch.device(self.mesh.device_type)
-
-    def coordinates(self) -> Iterator[list[int]]:
-        """Yield where the ranks are that have all parts together, in the order of the mesh."""
-        for places in itertools.product(*(range(self.mesh.size(dim)) for dim in self.dims)):
-            coordinate = list(self.mesh.get_coordinate())
-            for dim, place in zip(self.dims, places, strict=True):
-                coordinate[dim] = place
-            yield coordinate
-
-
 class Held(NamedTuple):
     """The part of a DTensor that a rank holds; it has several regions if it is parts of halves."""
 
@@ -116,15 +89,15 @@ def held(x: Any) -> Held:
     """Return what this rank holds of a tensor: all of a plain one."""
     if own_part(x) is x:
         return Held(tuple(x.shape), [Region(tuple(Piece(0, 0, size) for size in x.shape))])
-    return held_by_ranks(x)[rank_at(x.device_mesh, x.device_mesh.get_coordinate())]
+    mesh = x.device_mesh
+    (rank,) = ranks_at(mesh, mesh.get_coordinate())
+    return held_by_ranks(x)[rank]
 
 
-def rank_at(mesh: Any, coordinate: Sequence[int]) -> int:
-    """Return the place of a coordinate in the order of the mesh."""
-    rank = 0
-    for i, at in enumerate(coordinate):
-        rank = rank * int(mesh.size(i)) + at
-    return rank
+def ranks_at(mesh: Any, coordinate: Sequence[int | slice]) -> list[int]:
+    """Return the places of ranks in the order of the mesh; a slice: all along that dimension."""
+    places = torch.arange(mesh.size(), device="cpu").view(mesh.shape)
+    return places[tuple(coordinate)].reshape(-1).tolist()
 
 
 @functools.cache

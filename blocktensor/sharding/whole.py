@@ -20,7 +20,7 @@ from ..ops.formats import BlockFormat, Quantized, ceil_div
 from ..ops.reference import scale_from_amax
 from ..tensor.base import FP8Base, MasterBase
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
-from .cuts import Cut, Region, frozen_parts, held, held_by_ranks, rank_at
+from .cuts import Region, frozen_parts, held, held_by_ranks, ranks_at
 from .dtensor import fp8_part, local_of, own_part
 
 _BATCH = 4
@@ -78,23 +78,24 @@ class _Layout:
     """Describe how DTensors of one shape are shared between ranks.
 
     Attributes:
-        cut: the dimensions of the mesh that cut them.
-        device: the one that sends.
-        groups: of ranks, along each of these dimensions.
+        device: the one that sends; FSDP may have moved parts to the CPU.
+        groups: of ranks, along each dimension of the mesh that cuts them.
         mine: the part of this rank.
         ranks: the parts of all ranks along these dimensions, in the order in which they arrive.
         is_stacked: True if the parts, one after another, are the whole.
     """
 
     def __init__(self, x: Any) -> None:
-        self.cut, mesh = Cut.of(x), x.device_mesh
-        self.device = self.cut.device
-        self.groups = [mesh.get_group(dim) for dim in self.cut.dims]
-        everybody = held_by_ranks(x)
-        self.mine = everybody[rank_at(mesh, mesh.get_coordinate())]
-        self.ranks = [everybody[rank_at(mesh, at)] for at in self.cut.coordinates()]
+        mesh, everybody = x.device_mesh, held_by_ranks(x)
+        placed = enumerate(x.placements)
+        dims = [i for i, p in placed if mesh.size(i) > 1 and not p.is_replicate()]
+        at = [slice(None) if i in dims else c for i, c in enumerate(mesh.get_coordinate())]
+        self.device = torch.device(mesh.device_type)
+        self.groups = tuple(mesh.get_group(i) for i in dims)
+        self.mine = held(x)
+        self.ranks = [everybody[rank] for rank in ranks_at(mesh, at)]
         rows = self.mine.shape[0] if self.mine.shape else 0
-        self.is_stacked = len(self.cut.dims) <= 1 and all(
+        self.is_stacked = len(dims) <= 1 and all(
             each.shape == self.mine.shape
             and [r.slices for r in each.regions]
             == [(slice(i * rows, (i + 1) * rows), *map(slice, [0] * (x.ndim - 1), x.shape[1:]))]
@@ -189,15 +190,15 @@ def _make_scales(weights: Sequence[_Weight]) -> None:
     """Make the scales of all whole blocks, by one reduction for all weights that are alike."""
     alike: dict[Any, list[_Weight]] = {}
     for weight in weights:
-        key = weight.layout.cut, weight.format, weight.master is None
+        key = weight.layout.device, weight.layout.groups, weight.format, weight.master is None
         alike.setdefault(key, []).append(weight)
-    for (cut, format, is_frozen), some in alike.items():
+    for (device, groups, format, is_frozen), some in alike.items():
         shapes = [format.scale_shape(weight.x.shape) for weight in some]
         sizes = [math.prod(shape) for shape in shapes]
-        amax = torch.zeros(sum(sizes), dtype=torch.float32, device=cut.device)
+        amax = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
         for weight, part, shape in zip(some, amax.split(sizes), shapes, strict=True):
             weight.fill(part.view(shape))
-        for group in some[0].layout.groups:
+        for group in groups:
             # as integers, magnitudes keep their order, with NaN above Inf
             dist.all_reduce(amax.view(torch.int32), dist.ReduceOp.MAX, group)
         scale = amax if is_frozen else scale_from_amax(amax, format)
@@ -229,7 +230,7 @@ def _batches(items: Sequence[_Item], limit: int) -> Iterator[list[_Item]]:
     size = 0
     for item in items:
         more = item.x.numel() * item.dtype.itemsize
-        kinds = {(x.layout.cut, x.layout.is_stacked) for x in (item, *batch[:1])}
+        kinds = {(x.layout.groups, x.layout.is_stacked) for x in (item, *batch[:1])}
         if batch and (len(kinds) > 1 or size + more > limit):
             yield batch
             batch, size = [], 0
