@@ -74,57 +74,43 @@ def group_ends(offs: Tensor, x: Tensor, what: str) -> None:
     same_device(x, offs, what, "offs")
 
 
-def quantized(
-    x: Quantized,
-    what: str = "FP8 data",
-    scales: str = "scales",
-    ranks: tuple[int, ...] | None = None,
-    remedy: str = "1x128 data is [M, K], 128x128 data [N, K] or [E, N, K]",
-) -> None:
-    """Check that data, scales and format belong together, else TypeError or ValueError.
-
-    Args:
-        x: the cast.
-        what, scales: names of its data and scales in messages.
-        ranks: dimensions that the data may have; by default, all that its format allows.
-        remedy: the end of the message about dimensions.
-    """
+def quantized(x: Quantized) -> None:
+    """Check that data, scales and format belong together, else TypeError or ValueError."""
     data, scale, format = x
     if data.dtype != format.dtype:
-        raise TypeError(f"{what} has dtype {data.dtype}: expected {format.dtype}")
+        raise TypeError(f"FP8 data has dtype {data.dtype}: expected {format.dtype}")
     if scale.dtype != float32:
-        raise TypeError(f"{scales} have dtype {scale.dtype}: expected torch.float32")
-    rank(data, ranks or format.ranks, what, remedy)
+        raise TypeError(f"scales have dtype {scale.dtype}: expected torch.float32")
+    remedy = "1x128 data is [M, K], 128x128 data [N, K] or [E, N, K]"
+    rank(data, format.ranks, "FP8 data", remedy)
     expected = format.scale_shape(data.shape)
     if tuple(scale.shape) != expected:
         raise ValueError(
-            f"{scales} have shape {list(scale.shape)} for data {list(data.shape)} in blocks of "
+            f"scales have shape {list(scale.shape)} for data {list(data.shape)} in blocks of "
             f"{format.block_shape}: expected {list(expected)}"
         )
-    same_device(data, scale, what, "its scales")
+    same_device(data, scale, "FP8 data", "its scales")
 
 
-def gemm_operand(x: Quantized, what: str, ndim: int = 2) -> None:
-    """Check that ``x`` is a contiguous matrix with a scale for each block.
+def fit(*conditions: bool) -> None:
+    """Raise ValueError unless all hold: callers guarantee them, and kernels rely on them."""
+    if not all(conditions):
+        raise ValueError("internal: arguments of an FP8 op do not fit together")
 
-    With ``ndim`` 3, a stack of such matrices.
-    """
-    remedy = "a grouped GEMM multiplies stacks" if ndim == 2 else "expected a stack [E, N, K]"
-    quantized(x, what, f"the scales of {what}", (ndim,), remedy)
-    if not x.data.is_contiguous():
-        raise ValueError(
-            f"{what} {list(x.data.shape)} has strides {x.data.stride()}: FP8 GEMMs read operands "
-            f"contiguous along K; use .contiguous(), or the columnwise form of a transpose"
+
+def gemm_operands(a: Quantized, b: Quantized, bias: Tensor | None = None, b_ndim: int = 2) -> None:
+    """Check that kernels would stay within the memory of operands."""
+    device = a.data.device
+    for (data, scale, format), ndim in ((a, 2), (b, b_ndim)):
+        fit(
+            (data.dtype, scale.dtype, data.ndim) == (format.dtype, float32, ndim),
+            tuple(scale.shape) == format.scale_shape(data.shape),
+            data.is_contiguous() or ndim == 3,  # which grouped_gemm copies
+            data.device == scale.device == device,
         )
-
-
-def gemm_operands(a: Quantized, b: Quantized, out_dtype: dtype, b_ndim: int = 2) -> None:
-    """Check both operands of a product, and the dtype of its output."""
-    gemm_operand(a, "operand a")
-    gemm_operand(b, "operand b", b_ndim)
-    same_contraction(a.data, b.data)
-    same_device(a.data, b.data, "operand a", "operand b")
-    gemm_output(out_dtype)
+    # one may be filled up with zeros, as columnwise casts are
+    fit(padded_to_vectors(a.data.shape[-1]) == padded_to_vectors(b.data.shape[-1]))
+    fit(bias is None or (bias.shape, bias.device) == (b.data.shape[:-1], device))
 
 
 def sum_output(
@@ -195,20 +181,6 @@ def same_k(a: Tensor, b: Tensor, what_a: str, what_b: str) -> None:
             f"cannot contract {what_a} {list(a.shape)} with {what_b} {list(b.shape)}: "
             f"K is {a.shape[-1]} in one and {b.shape[-1]} in the other"
         )
-
-
-def same_contraction(a: Tensor, b: Tensor) -> None:
-    """Check that data of operands a and b have the same contraction size, else ValueError.
-
-    One may be filled up with zeros, as columnwise casts are.
-    """
-    k, other = a.shape[-1], b.shape[-1]
-    wide = padded_to_vectors(k)
-    if wide != padded_to_vectors(other):
-        same_k(a, b, "operand a", "operand b")
-    # not of symbolic sizes: a tracer would make a graph for each case, and this is checked again
-    if all(type(size) is int for size in (k, other)) and wide not in (k, other):
-        same_k(a, b, "operand a", "operand b")
 
 
 def linear_operands(x: Tensor, w: Tensor, bias: Tensor | None, offs: Tensor | None) -> None:

@@ -24,52 +24,12 @@ from ..scale_layouts import VECTOR_BYTES, columnwise_width, empty_columnwise, em
 from .choose_backend import cast_backend
 
 
-def _check_columnwise(x: Tensor, format: BlockFormat) -> None:
+def _check(x: Tensor, format: BlockFormat, fits: bool, offs: Tensor | None = None) -> None:
+    """Raise unless ``x`` can be cast in ``format``; ``fits`` is what callers guarantee."""
     checks.castable(x, format)
-    checks.rank(x, (2,), "the tensor to quantize", "columnwise casts are those of a matrix [M, K]")
-
-
-def _check_both(x: Tensor, format: BlockFormat, columnwise_format: BlockFormat | None) -> None:
-    if format.transposes:
-        raise ValueError(
-            f"a columnwise cast in {format.name} blocks is the transpose of the rowwise one: use "
-            f"quantize_transpose(x, format)"
-        )
-    checks.castable(x, format)
-    _check_columnwise(x, columnwise_format or format)
-
-
-def _check_transposes(format: BlockFormat) -> None:
-    if not format.transposes:
-        raise ValueError(f"a cast in {format.name} blocks has no exact transpose: quantize x.t()")
-
-
-def _check_with_transpose(x: Tensor, format: BlockFormat) -> None:
-    _check_transposes(format)
-    checks.castable(x, format)
-
-
-def _check_shard(x: Tensor, format: BlockFormat) -> None:
-    if not format.transposes:
-        raise ValueError(f"shards are cast in square blocks, got format {format.name}")
-    checks.castable(x, format)
-
-
-def _check_grouped(x: Tensor, offs: Tensor, format: BlockFormat) -> None:
-    checks.castable(x, format)
-    checks.rank(x, (2,), "the tensor to quantize", "flatten tokens to [T, K]")
-    checks.group_ends(offs, x, "the tensor to quantize")
-
-
-def _check_grouped_both(
-    x: Tensor, offs: Tensor, format: BlockFormat, columnwise_format: BlockFormat | None
-) -> None:
-    if format.rows != 1:
-        raise ValueError(
-            f"tokens in groups are cast in blocks of one row: got the format {format.name}"
-        )
-    for each in (format, columnwise_format or format):
-        _check_grouped(x, offs, each)
+    checks.fit(fits)
+    if offs is not None:
+        checks.group_ends(offs, x, "the tensor to quantize")
 
 
 @op(cast_backend, check=checks.castable)
@@ -83,7 +43,7 @@ def quantize_rowwise(x: Tensor, format: BlockFormat) -> Quantized:
     return empty_quantized(x.shape, format, x.device)
 
 
-@op(cast_backend, check=_check_columnwise)
+@op(cast_backend, check=checks.castable)
 def quantize_columnwise(x: Tensor, format: BlockFormat) -> Quantized:
     """Cast the transpose of ``x[M, K]``; see :func:`blocktensor.ops.reference.quantize_columnwise`.
 
@@ -95,7 +55,7 @@ def quantize_columnwise(x: Tensor, format: BlockFormat) -> Quantized:
     return empty_columnwise(x, format)
 
 
-@op(cast_backend, check=_check_both)
+@op(cast_backend, check=lambda x, format, _: _check(x, format, format.rows == 1))
 def quantize_both(
     x: Tensor, format: BlockFormat, columnwise_format: BlockFormat | None = None
 ) -> tuple[Quantized, Quantized]:
@@ -107,8 +67,7 @@ def quantize_both(
         columnwise_format: of the columnwise cast; by default the same.
 
     Raises:
-        TypeError, ValueError: as :func:`quantize_columnwise`; a format of square blocks, in which
-            both casts would be one and its transpose.
+        TypeError, ValueError: as :func:`quantize_columnwise`.
     """
     rowwise = empty_quantized(x.shape, format, x.device)
     return rowwise, empty_columnwise(x, columnwise_format or format)
@@ -135,9 +94,9 @@ def quantize_forms(
     )
 
 
-@op(lambda x: cast_backend(x.data, x.format), check=lambda x: _check_transposes(x.format))
+@op(lambda x: cast_backend(x.data, x.format))
 def transpose(x: Quantized) -> Quantized:
-    """Transpose a cast ``[..., N, K]``, exactly; ValueError unless its blocks are square."""
+    """Transpose a cast ``[..., N, K]`` in square blocks, exactly."""
     return empty_quantized(x.data.mT.shape, x.format, x.data.device)
 
 
@@ -154,7 +113,7 @@ def _decide_transpose(x: Tensor, format: BlockFormat) -> Callable[..., Quantized
     return lambda x, format: transpose(quantize_rowwise(x, format))
 
 
-@op(decide=_decide_transpose, check=_check_with_transpose)
+@op(decide=_decide_transpose, check=lambda x, format: _check(x, format, format.transposes))
 def quantize_transpose(x: Tensor, format: BlockFormat) -> Quantized:
     """Return ``transpose(quantize_rowwise(x, format))`` of ``x[..., M, K]``, in one pass if it can.
 
@@ -162,7 +121,7 @@ def quantize_transpose(x: Tensor, format: BlockFormat) -> Quantized:
     compilers merge equal casts, and would save that of a forward for the backward.
 
     Raises:
-        TypeError, ValueError: as :func:`quantize_rowwise`; blocks that are not square.
+        TypeError, ValueError: as :func:`quantize_rowwise`.
     """
     if x.stride(-2) != 1 and _has_no_zeros(x, format):
         return empty_columnwise(x, format)
@@ -184,12 +143,12 @@ def _in_two_passes(x: Tensor, format: BlockFormat) -> tuple[Quantized, Quantized
     return rowwise, transpose(rowwise)
 
 
-@op(decide=_decide_with_transpose, check=_check_with_transpose)
+@op(decide=_decide_with_transpose, check=lambda x, format: _check(x, format, format.transposes))
 def quantize_with_transpose(x: Tensor, format: BlockFormat) -> tuple[Quantized, Quantized]:
     """Make the cast of ``x[..., N, K]`` and its transpose, from one read where it can.
 
     Raises:
-        TypeError, ValueError: as :func:`quantize_rowwise`; blocks that are not square.
+        TypeError, ValueError: as :func:`quantize_rowwise`.
     """
     rowwise = empty_quantized(x.shape, format, x.device)
     return rowwise, empty_quantized(x.mT.shape, format, x.device)
@@ -201,7 +160,10 @@ def dequantize(x: Quantized, dtype: torch.dtype) -> Tensor:
     return torch.empty(x.data.shape, dtype=dtype, device=x.data.device)
 
 
-@op(lambda x, offs, format, other: cast_backend(x, format, other), check=_check_grouped_both)
+@op(
+    lambda x, offs, format, other: cast_backend(x, format, other),
+    check=lambda x, offs, format, _: _check(x, format, format.rows == 1, offs),
+)
 def quantize_grouped(
     x: Tensor, offs: Tensor, format: BlockFormat, columnwise_format: BlockFormat | None = None
 ) -> tuple[Quantized, Quantized]:
@@ -216,36 +178,31 @@ def quantize_grouped(
     Returns:
         The cast of :func:`quantize_rowwise`, data ``[T, K]``; and that of
         :func:`quantize_grouped_columnwise`.
-
-    Raises:
-        TypeError, ValueError: dtypes, shapes or devices that do not fit.
     """
     rowwise = empty_quantized(x.shape, format, x.device)
     return rowwise, empty_columnwise(x, columnwise_format or format, offs)
 
 
-@op(lambda x, offs, format: cast_backend(x, format), check=_check_grouped)
+@op(
+    lambda x, offs, format: cast_backend(x, format),
+    check=lambda x, offs, format: _check(x, format, x.ndim == 2, offs),
+)
 def quantize_grouped_columnwise(x: Tensor, offs: Tensor, format: BlockFormat) -> Quantized:
     """Make the columnwise cast of ``x[T, K]`` in groups, data ``[K, P]``; also in square blocks.
 
     Group e begins at the block after those of group e-1 and is filled up with zeros to whole
     blocks. P, :func:`~blocktensor.ops.formats.group_columns`, is the most that these can
-    take; blocks after the last group's may hold anything. Raises as the cast of both.
+    take; blocks after the last group's may hold anything.
     """
     return empty_columnwise(x, format, offs)
 
 
 @op(
     lambda x, format, *place: cast_backend(x, format),
-    check=lambda x, format, *place: _check_shard(x, format),
+    check=lambda x, format, *place: _check(x, format, format.transposes),
 )
 def shard_amax(x: Tensor, format: BlockFormat, row: int, col: int) -> Tensor:
-    """See :func:`blocktensor.ops.reference.shard_amax`.
-
-    Raises:
-        TypeError, ValueError: ``x`` is not bf16, fp16 or fp32, or not a matrix or stack; blocks
-            that are not square.
-    """
+    """See :func:`blocktensor.ops.reference.shard_amax`."""
     rows, cols = format.block_shape
     blocks = ceil_div(row + x.shape[-2], rows), ceil_div(col + x.shape[-1], cols)
     return torch.empty((*x.shape[:-2], *blocks), dtype=torch.float32, device=x.device)
@@ -253,8 +210,8 @@ def shard_amax(x: Tensor, format: BlockFormat, row: int, col: int) -> Tensor:
 
 @op(
     lambda x, amax, format, *place: cast_backend(x, format),
-    check=lambda x, amax, format, *place: _check_shard(x, format),
+    check=lambda x, amax, format, *place: _check(x, format, format.transposes),
 )
 def quantize_shard(x: Tensor, amax: Tensor, format: BlockFormat, row: int, col: int) -> Tensor:
-    """See :func:`blocktensor.ops.reference.quantize_shard`; raises as :func:`shard_amax`."""
+    """See :func:`blocktensor.ops.reference.quantize_shard`."""
     return torch.empty(x.shape, dtype=format.dtype, device=x.device)

@@ -15,20 +15,8 @@ from ..scale_layouts import in_vectors
 from .choose_backend import GemmBackend, GemmProblem, choose_gemm
 
 
-def _check(
-    a: Quantized,
-    b: Quantized,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    batch_invariant: bool,
-) -> None:
-    checks.gemm_operands(a, b, out_dtype)
-    if bias is not None:
-        checks.bias_of(bias, b.data.shape[:1], a.data, "operand a")
-
-
 def _check_sum(out: Tensor, a: Quantized, b: Quantized) -> None:
-    checks.gemm_operands(a, b, torch.float32)
+    checks.gemm_operands(a, b)
     checks.sum_output(out, a, (a.data.shape[0], b.data.shape[0]), "gemm_add_")
 
 
@@ -111,7 +99,11 @@ def flops(a: Quantized, b: Quantized) -> int:
     return 2 * int(m) * int(n) * int(k)
 
 
-@op(decide=_decide_gemm, check=_check, flops=lambda a, b, *_: flops(a, b))
+@op(
+    decide=_decide_gemm,
+    check=lambda a, b, bias, *_: checks.gemm_operands(a, b, bias),
+    flops=lambda a, b, *_: flops(a, b),
+)
 def gemm(
     a: Quantized,
     b: Quantized,
@@ -123,9 +115,6 @@ def gemm(
 
     See :func:`blocktensor.ops.reference.gemm`. If ``batch_invariant``, the bits of a row do not
     depend on M.
-
-    Raises:
-        TypeError, ValueError: dtypes, shapes, layouts or devices that do not fit together.
     """
     return _empty(a, b, bias, out_dtype)
 
@@ -135,7 +124,6 @@ def gemm_add_(out: Tensor, a: Quantized, b: Quantized) -> Tensor:
     """Add a product in fp32, in place: ``out[M, N] += A B^T``; return ``out``.
 
     Raises:
-        TypeError, ValueError: as :func:`gemm`, and unless ``out`` is fp32 ``[M, N]`` with unit
-            column stride.
+        TypeError, ValueError: unless ``out`` is fp32 ``[M, N]`` with unit column stride.
     """
     return out

@@ -21,22 +21,15 @@ from .choose_backend import GroupedProblem, choose_grouped
 def _check(
     a: Quantized, b: Quantized, offs: Tensor, bias: Tensor | None, out_dtype: torch.dtype
 ) -> None:
-    checks.gemm_operands(a, b, out_dtype, b_ndim=3)
+    checks.gemm_operands(a, b, bias, b_ndim=3)
     checks.group_ends(offs, a.data, "operand a")
-    checks.ends_of_stack(offs, b.data, "operand b")
-    if bias is not None:
-        checks.bias_of(bias, b.data.shape[:2], a.data, "operand a")
+    checks.fit(len(offs) == len(b.data))
 
 
 def _check_wgrad(a: Quantized, b: Quantized, offs: Tensor, tokens: int, out: torch.dtype) -> None:
-    checks.gemm_operands(a, b, out)
+    checks.gemm_operands(a, b)
     checks.group_ends(offs, a.data, "operand a")
-    bound = group_columns(tokens, offs.shape[0])
-    if a.data.shape[1] != bound:
-        raise ValueError(
-            f"operands contract {a.data.shape[1]} columns: expected {bound}, those of {tokens} "
-            f"tokens cast in {offs.shape[0]} groups by quantize_grouped_columnwise"
-        )
+    checks.fit(a.data.shape[1] == group_columns(tokens, offs.shape[0]))
 
 
 def _check_sum(out: Tensor, a: Quantized, b: Quantized, offs: Tensor, tokens: int) -> None:
@@ -54,7 +47,11 @@ def _decide_gemm(
         "gemm", rows, n, k, experts, a.format, b.format, out_dtype, a.data.device,
         None if bias is None else bias.dtype,
     )  # fmt: skip
-    return runner(choose_grouped(problem).backend, "grouped_gemm")
+    run = runner(choose_grouped(problem).backend, "grouped_gemm")
+    if b.data.is_contiguous():
+        return run
+    # rows of every matrix of a larger stack
+    return lambda a, b, *rest: run(a, b._replace(data=b.data.contiguous()), *rest)
 
 
 def _empty(
@@ -116,9 +113,6 @@ def grouped_gemm(
 
     Rows of no group, from ``offs[-1]`` on, are zeros. See
     :func:`blocktensor.ops.reference.grouped_gemm`.
-
-    Raises:
-        TypeError, ValueError: dtypes, shapes, layouts or devices that do not fit together.
     """
     return _empty(a, b, offs, bias, out_dtype)
 
@@ -138,9 +132,6 @@ def grouped_gemm_wgrad(
         offs: int32 ``[E]``, the ends of the groups.
         tokens: rows of the matrices that were cast.
         out_dtype: of the output.
-
-    Raises:
-        TypeError, ValueError: as :func:`grouped_gemm`.
     """
     return a.data.new_empty(_shape(a, b, offs), dtype=out_dtype)
 
@@ -157,6 +148,6 @@ def grouped_gemm_wgrad_add_(
     """Add :func:`grouped_gemm_wgrad` to ``out[E, N, K]`` in fp32, in place; return ``out``.
 
     Raises:
-        TypeError, ValueError: as :func:`grouped_gemm`, and unless ``out`` is fp32 and contiguous.
+        TypeError, ValueError: unless ``out`` is fp32 and contiguous.
     """
     return out

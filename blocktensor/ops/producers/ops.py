@@ -25,53 +25,14 @@ from .reference import ACTIVATIONS
 ActivationName = Literal["silu", "gelu_tanh"]
 
 
-def _check_formats(rowwise: BlockFormat | None, columnwise: BlockFormat | None) -> None:
-    if rowwise is None and columnwise is None:
-        raise ValueError("neither a rowwise nor a columnwise format was given: pass one or both")
-    if rowwise is not None and rowwise.rows != 1:
-        raise ValueError(
-            f"the rowwise format is {rowwise.name}: expected blocks of one row, e.g. 1x128; square "
-            f"blocks are for the columnwise form"
-        )
-
-
-def _check_sources(
-    activation: str,
-    rowwise: BlockFormat | None,
-    columnwise: BlockFormat | None,
-    offs: Tensor | None,
-    *,
-    gate: Tensor,
-    **others: Tensor,
-) -> None:
-    """Check the sources of a producer, by name."""
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"activation {activation!r}: expected one of {', '.join(ACTIVATIONS)}")
-    _check_formats(rowwise, columnwise)
-    for name, x in {"gate": gate, **others}.items():
-        checks.high_precision(x, name)
-        checks.rank(x, (2,), name, "flatten tokens to [T, I]")
-        if x.shape != gate.shape:
-            raise ValueError(
-                f"{name} has shape {list(x.shape)} and gate {list(gate.shape)}: expected the same"
-            )
-        if x.dtype != gate.dtype:
-            raise TypeError(
-                f"{name} has dtype {x.dtype} and gate {gate.dtype}: convert one with .to()"
-            )
-        checks.same_device(x, gate, name, "gate")
+def _check(rowwise: BlockFormat | None, offs: Tensor | None, *sources: Tensor) -> None:
+    """Check that kernels would stay within the memory of the sources."""
+    first = sources[0]
+    checks.fit(first.ndim == 2, rowwise is None or rowwise.rows == 1)
+    for x in sources:
+        checks.fit((x.shape, x.dtype, x.device) == (first.shape, first.dtype, first.device))
     if offs is not None:
-        checks.group_ends(offs, gate, "gate")
-
-
-def _check_joint(grad: Tensor, gate_up: Tensor, *rest: Any) -> None:
-    checks.rank(gate_up, (2,), "gate_up", "flatten tokens to [T, 2I]")
-    if gate_up.shape[1] % 2:
-        raise ValueError(
-            f"gate_up has {gate_up.shape[1]} columns: expected gate, then as many columns of up"
-        )
-    gate, up = gate_up.chunk(2, -1)
-    _check_sources(*rest, grad=grad, gate=gate, up=up)
+        checks.group_ends(offs, first, "gate")
 
 
 def _backend(
@@ -82,7 +43,7 @@ def _backend(
 
 @op(
     lambda gate, up, _, row, col, offs: _backend(row, col, gate, up),
-    check=lambda gate, up, *rest: _check_sources(*rest, gate=gate, up=up),
+    check=lambda gate, up, _, row, col, offs: _check(row, offs, gate, up),
     formats=lambda gate, up, _, row, col, offs: (row, col),
 )
 def gated(
@@ -111,17 +72,13 @@ def gated(
         The rowwise form, data ``[T, I]``, and the columnwise form, data ``[I, T]`` as
         :func:`~blocktensor.ops.cast.ops.quantize_columnwise` writes it; None for one without a
         format.
-
-    Raises:
-        TypeError, ValueError: tensors that are no matrices, differ in shape, dtype or device, or
-            cannot be cast; an unknown activation; no format, or a rowwise one of square blocks.
     """
     return empty_forms(gate, offs, rowwise, columnwise)
 
 
 @op(
     lambda grad, gate, up, _, row, col, *rest: _backend(row, col, grad, gate, up),
-    check=lambda grad, gate, up, *rest: _check_sources(*rest[:-1], grad=grad, gate=gate, up=up),
+    check=lambda grad, gate, up, _, row, col, offs, *rest: _check(row, offs, gate, up, grad),
     formats=lambda grad, gate, up, _, row, col, offs, of_up: (
         (row, col), (row, col) if of_up else (None, None),
     ),
@@ -149,9 +106,6 @@ def gated_backward(
 
     Returns:
         The forms of the gradient of ``gate``, and of that of ``up``; (None, None) without them.
-
-    Raises:
-        TypeError, ValueError: as :func:`gated`.
     """
     of_gate = empty_forms(gate, offs, rowwise, columnwise)
     if not of_up:
@@ -175,7 +129,7 @@ def _decide_joint(
 
 @op(
     decide=_decide_joint,
-    check=_check_joint,
+    check=lambda grad, gate_up, _, row, col, offs: _check(row, offs, grad, *gate_up.chunk(2, -1)),
     formats=lambda grad, gate_up, _, row, col, offs: (row, col),
 )
 def joint_gated_backward(
@@ -197,9 +151,6 @@ def joint_gated_backward(
 
     Returns:
         The rowwise form, data ``[T, 2I]``, and the columnwise form, data ``[2I, T]``.
-
-    Raises:
-        TypeError, ValueError: as :func:`gated`; an odd number of columns.
     """
     return empty_forms(gate_up, offs, rowwise, columnwise)
 
@@ -222,9 +173,7 @@ class Results(NamedTuple):
 
 @op(
     lambda grad, gate, up, _, row, col, h: _backend(row, col, grad, gate, up),
-    check=lambda grad, gate, up, activation, row, col, h: _check_sources(
-        activation, row, col, None, grad=grad, gate=gate, up=up
-    ),
+    check=lambda grad, gate, up, _, row, *rest: _check(row, None, gate, up, grad),
     formats=lambda grad, gate, up, _, row, col, h: Results((row, col), (row, col), h),
 )
 def gated_backward_with_h(
@@ -245,9 +194,6 @@ def gated_backward_with_h(
         activation: as in :func:`gated`.
         rowwise, columnwise: formats of both gradients, the rowwise one in blocks of one row.
         h_columnwise: format of h; with scales rounded as theirs, or it takes a read of its own.
-
-    Raises:
-        TypeError, ValueError: as :func:`gated`.
     """
     of_gate, of_up = (empty_forms(gate, None, rowwise, columnwise) for _ in range(2))
     _, h = empty_forms(gate, None, None, h_columnwise)

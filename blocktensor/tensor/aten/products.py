@@ -48,6 +48,9 @@ def _product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
             f"{left.shape[1]} and {right.shape[0]} differ"
         )
     check_same_scaling(left.format, right.format)
+    checks.same_device(left, right, "the left operand", "the right operand")
+    if bias is not None:
+        checks.bias_of(bias, right.shape[1:], left, "the left operand")
     return gemm(left.rowwise(), right.columnwise(), bias, a.dtype, recipe.batch_invariant)
 
 

@@ -13,6 +13,7 @@ from blocktensor import BlockwiseFP8Tensor, Recipe
 from blocktensor.ops import reference
 from blocktensor.ops.formats import BLOCKS_1X128, Quantized
 from blocktensor.ops.scale_layouts import empty_scale
+from tests.support.groups import ends
 from tests.support.models import ROW, SQUARE, assert_same, inner, quantized, randn
 
 FORMS = {"both": (True, True), "rowwise": (True, False), "columnwise": (False, True)}
@@ -160,6 +161,20 @@ def test_stacks_and_leading_dimensions() -> None:
     assert torch.equal(rowwise[3].dequantize(), rowwise.dequantize()[3])
     with pytest.raises(ValueError, match="nearest boundaries are 0 and 2"):
         x[1:]
+
+
+def test_rows_of_every_matrix_of_a_stack_multiply() -> None:
+    """Forward and backward: they do not lie one after the other."""
+    part, offs = made(3, 200, 144, block=SQUARE, forms=ROWWISE)[:, 128:], ends(10, 0, 20)
+    assert not part.rowwise_data.is_contiguous()
+    made_of = []
+    for w in (part, part.clone()):
+        x, grad = randn(30, 144, seed=1).requires_grad_(), randn(30, 72, seed=2)
+        y = F.grouped_mm(x, w.transpose(1, 2), offs=offs)
+        y.backward(grad)
+        made_of.append((y, x.grad, F.grouped_mm(grad, w, offs=offs)))
+    for got, wanted in zip(*made_of, strict=True):
+        assert torch.equal(got, wanted)
 
 
 @every_block
