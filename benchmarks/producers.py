@@ -19,7 +19,6 @@ from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_128X128, BlockFormat
 from blocktensor.ops.norm import ops as norm
 from blocktensor.ops.norm.reference import rms_norm
 from blocktensor.ops.producers import ops
-from blocktensor.ops.producers.ops import gated_backward_with_h
 
 from .timing import Call, copy_bandwidth, flushed_device
 
@@ -54,10 +53,6 @@ def producers(grad: Tensor, gate: Tensor, up: Tensor, columnwise: BlockFormat) -
         cast(torch.ops.aten.silu_backward(grad * up, gate))
         cast(grad * h)
 
-    def swiglu_backward_and_h_apart() -> None:
-        swiglu_backward_apart()
-        casts.quantize_columnwise(F.silu(gate) * up, columnwise)
-
     return [
         Op(
             "SwiGLU",
@@ -70,14 +65,6 @@ def producers(grad: Tensor, gate: Tensor, up: Tensor, columnwise: BlockFormat) -
             lambda: ops.gated_backward(grad, gate, up, "silu", *formats),
             swiglu_backward_apart,
             10,
-        ),
-        Op(
-            "SwiGLU backward, h too",
-            lambda: gated_backward_with_h(
-                grad, gate, up, "silu", formats[0], formats[0], columnwise
-            ),
-            swiglu_backward_and_h_apart,
-            11,
         ),
         Op(
             "1 / rms",

@@ -88,8 +88,8 @@ def gated_mlp(
             ``[2I]``, None and ``[N]``. Where a bias of gate or up is trained, the gradients of gate
             and up are stored in high precision.
         activation: "silu" or "gelu_tanh".
-        recompute: backward makes the columnwise form of h again, which takes another read of gate
-            and up, in place of saving it: a byte for each of its elements.
+        recompute: save no form of h, for any activation, and make one gradient after the other in
+            backward: the least memory, for two more reads.
         recipe: numeric choices; default ``Recipe()``, or that of the weights.
 
     Returns:

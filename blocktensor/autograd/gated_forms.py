@@ -20,8 +20,6 @@ from ..ops.producers.ops import (
     ActivationName,
     gated,
     gated_backward,
-    gated_backward_with_h,
-    is_from_one_read,
     joint_gated_backward,
 )
 from ..ops.producers.reference import ACTIVATIONS, gradients
@@ -43,9 +41,8 @@ class GatedPlan(NamedTuple):
     Attributes:
         gate, up, down: its linears; no ``up`` if ``gate`` holds both, gate first.
         activation: a name in ``ACTIVATIONS``.
-        recompute: whether backward makes the columnwise form of h again.
-        h_beside: whether backward makes the columnwise form of h beside the gradients of gate and
-            up, at no read of its own.
+        recompute: whether to take the least memory.
+        saves_h: False if backward makes the columnwise form of h again, from gate and up.
         one_by_one: True if h or a gradient is needed in high precision, or if one of gate and up is
             ``[E, N, K]`` and one ``[E, K, N]``, so that the linears run one by one.
         needs_dh: whether the gradient of h will be asked for.
@@ -58,7 +55,7 @@ class GatedPlan(NamedTuple):
     down: Plan
     activation: ActivationName
     recompute: bool
-    h_beside: bool
+    saves_h: bool
     one_by_one: bool
     needs_dh: bool
     x_columnwise: BlockFormat | None
@@ -102,22 +99,15 @@ def plan_gated(
     firsts = [gate] if up is None else [gate, up]
     needs_dw = any(plan.needs[1] for plan in firsts)
     dh_formats = (gate.format if gate.needs[0] else None, gate.format if needs_dw else None)
-    h_beside = (
-        not recompute
-        and offs is None
-        and up is not None
-        and None not in dh_formats
-        and down.x_columnwise is not None
-        and not any(bias is not None and bias.requires_grad for bias in biases[:2])
-        and is_from_one_read(activation, gate.out_dtype, features)
-    )
+    # another read of gate and up takes less time for SiLU than for GELU
+    makes_h = recompute or (offs is None and up is not None and activation == "silu")
     return GatedPlan(
         gate,
         up,
         down,
         activation,
         recompute,
-        h_beside,
+        saves_h=not (needs_dh and makes_h),
         one_by_one=any(plan.saves_x for plan in (*firsts, down))
         or firsts[-1].wgrad_input is not gate.wgrad_input,
         needs_dh=needs_dh,
@@ -222,9 +212,6 @@ def forms_in_backward(
 
     ``formats``: of the gradients of gate and up.
     """
-    if plan.h_beside and needs_h and sources.has_gradient:
-        yield from _all_at_once(plan, sources)
-        return
     data, scale = sources.take_form()
     if needs_h:
         format = plan.down.x_columnwise
@@ -241,21 +228,6 @@ def forms_in_backward(
         yield H, made.pop()
     if sources.has_gradient:
         yield from _gradients_of_h(product, plan, sources, formats, needs_dbias, dbiases)
-
-
-def _all_at_once(plan: GatedPlan, sources: Sources) -> Iterator[tuple[int, Forms]]:
-    # One read for what forward would have to save h for: less memory where several layers wait for
-    # their backwards, more in one layer alone (``recompute=True`` takes the least there).
-    gate, up, dh = sources.take_all()
-    format, h_format = plan.gate.format, plan.down.x_columnwise
-    assert h_format is not None
-    of_gate, of_up, h = gated_backward_with_h(
-        dh, gate, up, plan.activation, format, format, h_format
-    )
-    made: list[Forms] = [of_gate, of_up, (None, h)]
-    del gate, up, dh, of_gate, of_up, h
-    for i in (H, UP, GATE):
-        yield i, made.pop()
 
 
 def _gradients_of_h(
@@ -283,7 +255,7 @@ def _gradients_of_h(
         if formats != (None, None):
             made = [product.forms(grad, *formats) for grad in both]
         del both, grad
-    elif plan.recompute or _is_large(plan, gate, offs):
+    elif plan.recompute or (plan.saves_h and _is_large(plan, gate, offs)):
         # less memory at once, for another read of dh and gate
         made = [gated_backward(dh, gate, up, activation, *formats, offs, False)[0]]
         del up

@@ -149,8 +149,7 @@ class _GatedMLP(FP8Function):
             up = product.fprop(x_row, w_row, bias_up, plan.up)
         del w_row
         del x_row
-        makes_again = plan.h_beside or (plan.recompute and plan.needs_dh)
-        h_columnwise = None if makes_again else plan.down.x_columnwise
+        h_columnwise = plan.down.x_columnwise if plan.saves_h else None
         h_row, h_col = gated(
             *halves(gate, up), plan.activation, plan.down.format, h_columnwise, offs
         )

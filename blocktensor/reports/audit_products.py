@@ -60,7 +60,6 @@ _WGRADS = (ours.gemm_add_, ours.grouped_gemm_wgrad, ours.grouped_gemm_wgrad_add_
 _COLUMNWISE = {
     ours.quantize_both: (2,),
     ours.quantize_columnwise: (0,),
-    ours.gated_backward_with_h: (2, 6),
 }
 """Casts of gradients: the places of columnwise data in the result. Groups have a wgrad op."""
 

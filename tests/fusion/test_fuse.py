@@ -40,7 +40,7 @@ NORMS = {
     "Olmo2": (),  # its norms are added to the residual stream
 }
 OPS = {
-    "silu": ("gated silu 1x128", "gated_backward_with_h silu 1x128 1x128 128x128"),
+    "silu": ("gated silu 1x128", "gated silu 128x128", "gated_backward silu 1x128 1x128"),
     "gelu_tanh": ("gated gelu_tanh 1x128 128x128", "gated_backward gelu_tanh 1x128 1x128"),
     "Phi3": ("gated silu 1x128 128x128", "joint_gated_backward silu 1x128 1x128"),
 }

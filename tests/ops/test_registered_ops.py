@@ -101,7 +101,6 @@ def producer_samples(shape: tuple[int, int], rng: Generator) -> Samples:
         "gated_backward rowwise": (grad, gate, up, "gelu_tanh", row, None),
         "joint_gated_backward": (grad, both, silu, row, square),
         "joint_gated_backward by groups": (grad, both, "gelu_tanh", None, row, offs),
-        "gated_backward_with_h": (grad, gate, up, silu, row, square, row),
     }
 
 

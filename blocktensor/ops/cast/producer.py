@@ -35,7 +35,6 @@ class Producer:
             both; in Triton the next one does, and finds in cache what the first one read.
         widths: distance of the rows of a rowwise form, in widths of x: 2 where the forms of both
             parts are the halves of one.
-        third: the columnwise form of a third tile, part 2, for programs that copy tiles ahead.
     """
 
     compute: Any
@@ -43,7 +42,6 @@ class Producer:
     more: Sequence[Tensor] = ()
     second: Forms | None = None
     widths: int = 1
-    third: Quantized | None = None
 
     def constants(self) -> dict[str, Any]:
         """Return the kernel's compile-time arguments."""

@@ -23,8 +23,6 @@ def tile_of_words(x, y, z, part, DETAIL: gl.constexpr, DTYPE: gl.constexpr):
     if ROLE == "gated gradient":
         if part == 0:
             made = _words(x, y, z, ACTIVATION, ROLE, DTYPE)
-        elif part == 2:
-            made = _words(x, z, y, ACTIVATION, "gated beside", DTYPE)
         else:
             made = _words(x, y, z, ACTIVATION, "gated beside", DTYPE)
         return made

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from ..cast.producer import Forms, Producer, empty_forms, halves
 from ..cast.triton_cast import is_awkward, plan_1x128
-from ..formats import BlockFormat, Quantized
-from .reference import ACTIVATIONS
+from ..formats import BlockFormat
 from .triton_activation import tile_of_elements
 
 
@@ -30,14 +29,11 @@ def _launch(
     x, *more = sources
     row, col = forms
     if in_words and col is not None:  # rowwise forms gain nothing from words
-        from ..cast import gluon_ahead, gluon_columnwise  # Triton may have no Gluon
+        from ..cast import gluon_columnwise  # Triton may have no Gluon
         from .gluon_activation import tile_of_words
 
         producer = Producer(tile_of_words, detail, more, second, widths)
-        if row is not None and gluon_ahead.takes(x, col, producer, offs):
-            gluon_ahead.plan_ahead(x, row, col, producer)()
-        else:
-            gluon_columnwise.plan_columnwise(x, row, col, offs, producer=producer)()
+        gluon_columnwise.plan_columnwise(x, row, col, offs, producer=producer)()
         return
     mixed = row is not None and col is not None and row.format is not col.format
     if mixed and any(map(is_awkward, sources)):
@@ -96,38 +92,6 @@ class Kernels:
         detail = activation, "gated gradient"
         _launch(self.in_words, detail, (gate, grad, up), offs, of_gate, second)
         return of_gate, second or (None, None)
-
-    def gated_backward_with_h(
-        self,
-        grad: Tensor,
-        gate: Tensor,
-        up: Tensor,
-        activation: str,
-        rowwise: BlockFormat,
-        columnwise: BlockFormat,
-        h_columnwise: BlockFormat,
-    ) -> tuple[Forms, Forms, Quantized]:
-        """See :func:`blocktensor.ops.producers.reference.gated_backward_with_h`."""
-        rounds_alike = h_columnwise.power_of_two == columnwise.power_of_two
-        if self.in_words and rounds_alike and ACTIVATIONS[activation].is_light:
-            from ..cast import gluon_ahead
-            from .gluon_activation import tile_of_words
-
-            of_gate, of_up = (empty_forms(gate, None, rowwise, columnwise) for _ in range(2))
-            _, h = empty_forms(gate, None, None, h_columnwise)
-            row, col = of_gate
-            assert row is not None
-            assert col is not None
-            assert h is not None
-            detail = activation, "gated gradient"
-            producer = Producer(tile_of_words, detail, (grad, up), of_up, third=h)
-            if gluon_ahead.takes(gate, col, producer, None):
-                gluon_ahead.plan_ahead(gate, row, col, producer)()
-                return of_gate, of_up, h
-        both = self.gated_backward(grad, gate, up, activation, rowwise, columnwise)
-        _, h = self.gated(gate, up, activation, None, h_columnwise)
-        assert h is not None
-        return *both, h
 
     def joint_gated_backward(
         self,

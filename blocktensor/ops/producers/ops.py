@@ -8,19 +8,17 @@ dtype of the sources, then the result is cast.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from .. import checks
 from ..cast.producer import Forms, empty_forms
-from ..formats import BLOCK, BlockFormat, Quantized
+from ..formats import BLOCK, BlockFormat
 from ..op import op, runner
 from ..registry import Backend
 from . import reference
 from .choose_backend import producer_backend
-from .reference import ACTIVATIONS
 
 ActivationName = Literal["silu", "gelu_tanh"]
 
@@ -153,49 +151,3 @@ def joint_gated_backward(
         The rowwise form, data ``[T, 2I]``, and the columnwise form, data ``[2I, T]``.
     """
     return empty_forms(gate_up, offs, rowwise, columnwise)
-
-
-def is_from_one_read(activation: ActivationName, dtype: torch.dtype, columns: int) -> bool:
-    """Return whether the Gluon kernel makes all three from one read: of whole vectors of bf16.
-
-    Where there is no such kernel, h takes a read of gate and up.
-    """
-    return ACTIVATIONS[activation].is_light and dtype == torch.bfloat16 and columns % 8 == 0
-
-
-class Results(NamedTuple):
-    """The forms of the gradient of gate and of that of up, and the columnwise form of h."""
-
-    of_gate: Forms
-    of_up: Forms
-    h: Quantized
-
-
-@op(
-    lambda grad, gate, up, _, row, col, h: _backend(row, col, grad, gate, up),
-    check=lambda grad, gate, up, _, row, *rest: _check(row, None, gate, up, grad),
-    formats=lambda grad, gate, up, _, row, col, h: Results((row, col), (row, col), h),
-)
-def gated_backward_with_h(
-    grad: Tensor,
-    gate: Tensor,
-    up: Tensor,
-    activation: ActivationName,
-    rowwise: BlockFormat,
-    columnwise: BlockFormat,
-    h_columnwise: BlockFormat,
-) -> Results:
-    """Return ``gated_backward(...)``, and ``gated(gate, up, activation, None, h_columnwise)``.
-
-    Where :func:`is_from_one_read`, h costs no read: it need not be saved for a weight gradient.
-
-    Args:
-        grad, gate, up: ``[T, I]`` bf16, fp16 or fp32, alike; ``grad`` is that of h.
-        activation: as in :func:`gated`.
-        rowwise, columnwise: formats of both gradients, the rowwise one in blocks of one row.
-        h_columnwise: format of h; with scales rounded as theirs, or it takes a read of its own.
-    """
-    of_gate, of_up = (empty_forms(gate, None, rowwise, columnwise) for _ in range(2))
-    _, h = empty_forms(gate, None, None, h_columnwise)
-    assert h is not None
-    return Results(of_gate, of_up, h)

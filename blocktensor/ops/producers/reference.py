@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..cast import ops
 from ..cast.producer import Forms
-from ..formats import BlockFormat, Quantized
+from ..formats import BlockFormat
 
 aten = torch.ops.aten
 
@@ -27,16 +27,14 @@ class Activation:
     Attributes:
         value: of the input.
         gradient: of the input, from (that of the value, the input), as autograd computes it.
-        is_light: whether a kernel of both gradients has registers left for h.
     """
 
     value: Callable[[Tensor], Tensor]
     gradient: Callable[[Tensor, Tensor], Tensor]
-    is_light: bool = False
 
 
 ACTIVATIONS = {
-    "silu": Activation(aten.silu, aten.silu_backward, is_light=True),
+    "silu": Activation(aten.silu, aten.silu_backward),
     "gelu_tanh": Activation(
         lambda x: aten.gelu(x, approximate="tanh"),
         lambda grad, x: aten.gelu_backward(grad, x, approximate="tanh"),
@@ -102,22 +100,6 @@ def joint_gated_backward(
     gate, up = gate_up.chunk(2, -1)
     both = torch.cat(gradients(grad, gate, up, activation), -1)
     return _forms(both, offs, rowwise, columnwise)
-
-
-def gated_backward_with_h(
-    grad: Tensor,
-    gate: Tensor,
-    up: Tensor,
-    activation: str,
-    rowwise: BlockFormat,
-    columnwise: BlockFormat,
-    h_columnwise: BlockFormat,
-) -> tuple[Forms, Forms, Quantized]:
-    """Return the results of :func:`gated_backward`, and the columnwise form of :func:`gated`."""
-    both = gated_backward(grad, gate, up, activation, rowwise, columnwise)
-    _, h = gated(gate, up, activation, None, h_columnwise)
-    assert h is not None
-    return *both, h
 
 
 def gradients(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:

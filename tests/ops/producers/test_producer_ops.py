@@ -1,11 +1,10 @@
-"""The ops of producers: joint gradients, the choice of a backend, gradients with h.
+"""The ops of producers: joint gradients, the choice of a backend.
 
 Their reference casts what autograd computes in eager mode, bit for bit.
 """
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 
 import pytest
@@ -17,22 +16,17 @@ from blocktensor.ops import reference as casts
 from blocktensor.ops.cast.producer import halves
 from blocktensor.ops.formats import (
     BLOCKS_1X128,
-    BLOCKS_1X128_POW2,
     BLOCKS_128X128,
-    BLOCKS_128X128_POW2,
-    BlockFormat,
 )
 from blocktensor.ops.producers import ops, reference
 from blocktensor.ops.producers.choose_backend import PRODUCER_BACKENDS, ProducerProblem
-from blocktensor.ops.producers.ops import gated_backward_with_h, is_from_one_read
 from blocktensor.ops.producers.reference import ACTIVATIONS
-from tests.support.casts import Functions, kernels
+from tests.support.casts import kernels
 from tests.support.groups import ends, filled
-from tests.support.numeric import DTYPES, KINDS, assert_same_forms, values
-from tests.support.producers import FORMATS, SIZES, Formats, three
+from tests.support.numeric import DTYPES, assert_same_forms, values
+from tests.support.producers import FORMATS, Formats, three
 
-BF16, FP16, FP32 = DTYPES
-CUDA = torch.device("cuda")
+BF16 = torch.bfloat16
 every_formats = pytest.mark.parametrize("formats", FORMATS, ids=range(len(FORMATS)))
 
 
@@ -82,78 +76,6 @@ def test_who_takes_which_layouts(
     assert [backend.name for backend in PRODUCER_BACKENDS] == ["gluon", "triton", "reference"]
     problem = ProducerProblem(sources, BLOCKS_1X128, BLOCKS_1X128)
     assert kernels(name, PRODUCER_BACKENDS).backend.declines(problem) == reason
-
-
-Three = tuple[BlockFormat, BlockFormat, BlockFormat]
-WITH_H: tuple[Three, ...] = (
-    (BLOCKS_1X128, BLOCKS_1X128, BLOCKS_1X128),
-    (BLOCKS_1X128, BLOCKS_1X128, BLOCKS_128X128),
-    (BLOCKS_1X128_POW2, BLOCKS_1X128_POW2, BLOCKS_1X128_POW2),
-    (BLOCKS_1X128_POW2, BLOCKS_1X128_POW2, BLOCKS_128X128_POW2),
-)
-MIXED_WITH_H: tuple[Three, ...] = (
-    (BLOCKS_1X128, BLOCKS_128X128, BLOCKS_1X128),
-    (BLOCKS_1X128, BLOCKS_1X128, BLOCKS_1X128_POW2),
-)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_bytes_of_two_functions(
-    activation: ops.ActivationName, dtype: torch.dtype, device: torch.device
-) -> None:
-    for formats in (*WITH_H, *MIXED_WITH_H):
-        for shape in ((0, 128), (1, 8), (130, 304), (129, 131)):
-            if shape[1] % 8 and dtype != BF16:
-                continue
-            given = three(*shape, dtype, device=device)
-            got = gated_backward_with_h(*given, activation, *formats)
-            both = ops.gated_backward(*given, activation, *formats[:2])
-            _, h = ops.gated(*given[1:], activation, None, formats[2])
-            assert_same_forms(got, (*both, h))
-
-
-def test_what_comes_from_one_read() -> None:
-    assert is_from_one_read("silu", BF16, 14336)
-    assert not is_from_one_read("silu", BF16, 14340)
-    assert not is_from_one_read("silu", FP16, 14336)
-    assert [name for name in ACTIVATIONS if is_from_one_read(name, BF16, 8)] == ["silu"]  # type: ignore[arg-type]
-
-
-@pytest.fixture
-def backend() -> Functions:
-    pytest.importorskip("triton")
-    return kernels("gluon", PRODUCER_BACKENDS)
-
-
-@pytest.mark.gpu
-def test_fuzzed_bytes(backend: Functions) -> None:
-    """200 shapes, kinds of values, layouts and formats; eager ops and casts are compared with."""
-    draw = random.Random(0)
-    for turn in range(200):
-        rows = cols = 2**20
-        while rows * cols > 1_500_000 or cols % 8:
-            rows, cols = draw.choice(SIZES), draw.choice(SIZES)
-        kinds = draw.choice(KINDS), "normal", "normal"
-        given = [*three(rows, cols, BF16, kinds, turn, CUDA)]
-        if turn % 4 == 1:
-            given[1:] = torch.cat(given[1:], 1).chunk(2, 1)
-        if turn % 4 == 2:
-            given = [x.new_zeros((rows, cols + 16))[:, 8:-8].copy_(x) for x in given]
-        rest = "silu", *draw.choice(WITH_H + MIXED_WITH_H)
-        got = backend.gated_backward_with_h(*given, *rest)
-        assert_same_forms(got, reference.gated_backward_with_h(*given, *rest))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("formats", WITH_H, ids=range(len(WITH_H)))
-def test_programs_of_several_tiles_with_h(formats: Three, backend: Functions) -> None:
-    """Whose third result waits where the next tile will be copied to."""
-    for shape in ((2304, 2176), (2300, 2056), (4095, 1160), (8192, 4096)):
-        given = *three(*shape, device=CUDA), "silu", *formats
-        want = reference.gated_backward_with_h(*given)
-        for _ in range(20):
-            assert_same_forms(backend.gated_backward_with_h(*given), want)
 
 
 MODULES: dict[str, Callable[[Tensor], Tensor]] = {

@@ -4,9 +4,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-# Triton 3.6: thread_barrier; 3.7 and later: barrier.
-barrier = getattr(gl, "barrier", None) or gl.thread_barrier
-
 # Triton 3.6 and 3.7: async_copy_...; 3.8: both; 3.9: async_load and async_store.
 async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
