@@ -147,10 +147,8 @@ def linear_cross_entropy(
     target: Tensor,
     bias: Tensor | None = None,
     *,
-    class_weight: Tensor | None = None,
     reduction: str = "mean",
     ignore_index: int = -100,
-    label_smoothing: float = 0.0,
     chunk_size: int | None = None,
     recipe: Recipe | None = None,
 ) -> Tensor:
@@ -171,12 +169,9 @@ def linear_cross_entropy(
             plain one, which is cast.
         target: int64 ``[...]``, the indices of classes.
         bias: ``[N]`` or None.
-        class_weight: fp32 ``[N]``, the ``weight`` of ``F.cross_entropy``.
-        reduction, ignore_index, label_smoothing: as in ``F.cross_entropy``; the reductions are
-            "mean" and "sum".
+        reduction, ignore_index: as in ``F.cross_entropy``; the reductions are "mean" and "sum".
         chunk_size: tokens of a chunk, a multiple of 128; by default as many as take 4 GiB of
-            temporary memory: a logit and 2 bytes on a GPU; and 12 elsewhere, or with
-            ``class_weight`` or ``label_smoothing``.
+            temporary memory: a logit and 2 bytes on a GPU; and 12 elsewhere.
         recipe: numeric choices where x and w are plain; default ``Recipe()``.
 
     Returns:
@@ -186,13 +181,8 @@ def linear_cross_entropy(
         TypeError, ValueError: dtypes, shapes, devices, recipes or options that do not fit together.
         NotImplementedError: fake tensors, torch.func; ``weight.main_grad`` under DDP.
     """
-    _check(recipe, {"x": x, "w": w, "target": target}, {"bias": bias, "class_weight": class_weight})
-    if class_weight is not None and class_weight.dtype != torch.float32:
-        raise TypeError(
-            f"class_weight has dtype {class_weight.dtype}: expected that of the loss, fp32; pass "
-            f"class_weight.float()"
-        )
-    loss = CrossEntropy(class_weight, reduction, ignore_index, label_smoothing)
+    _check(recipe, {"x": x, "w": w, "target": target}, {"bias": bias})
+    loss = CrossEntropy(reduction, ignore_index)
     if not is_dynamo_compiling():
         _whole_functions.announce_if_loaded()
     return _whole_functions.linear_cross_entropy(x, w, target, bias, loss, chunk_size, recipe)

@@ -15,7 +15,6 @@ all that backward scales is kept in fp32.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -43,19 +42,12 @@ CHUNK_BYTES = 2**32
 class CrossEntropy(NamedTuple):
     """The arguments of ``F.cross_entropy`` other than logits and targets."""
 
-    weight: Tensor | None
     reduction: str
     ignore_index: int
-    label_smoothing: float
 
     def total(self, target: Tensor) -> Tensor | None:
         """Return the divisor of the sum of losses; None for a sum."""
-        if self.reduction == "sum":
-            return None
-        valid = target != self.ignore_index
-        if self.weight is None:
-            return valid.sum()
-        return torch.where(valid, self.weight[target.where(valid, 0)], 0).sum()
+        return None if self.reduction == "sum" else (target != self.ignore_index).sum()
 
     def unit(self, total: Tensor | None, like: Tensor) -> Tensor:
         """Return the power of two that makes gradients of logits fill the range of fp16.
@@ -64,42 +56,23 @@ class CrossEntropy(NamedTuple):
             total: what the sum of losses is divided by.
             like: a tensor on the device of the logits.
         """
-        if self.weight is None:
-            largest = torch.ones((), device=like.device)
-        else:
-            largest = self.weight.abs().max().float()
-        if total is not None:
-            largest = largest / total
-        exponent = 14 - largest.log2().ceil()
+        divisor = torch.ones((), device=like.device) if total is None else total
+        exponent = 14 + divisor.log2().floor()
         return exponent.nan_to_num(0, 0, 0).clamp(-100, 100).exp2()
 
     def loss_and_gradient_(self, logits: Tensor, target: Tensor, total: Tensor | None) -> Tensor:
         """Return :meth:`of`, and write its gradient over the logits."""
-        return ops.loss_and_gradient_(logits, target, total, *self._options())
+        return ops.loss_and_gradient_(logits, target, total, self.ignore_index)
 
     def of(self, logits: Tensor, target: Tensor, total: Tensor | None) -> Tensor:
         """Return the share of a chunk in the loss of all tokens."""
-        return reference.loss(logits, target, total, *self._options())
-
-    def bytes_each(self, like: Tensor) -> int:
-        """Return bytes of temporary memory for a logit with dtype and device of ``like``."""
-        _, weight, label_smoothing = self._options()
-        more = ops.more_bytes(like.new_empty((1, 1)), weight, label_smoothing)
-        return like.element_size() + more
+        return reference.loss(logits, target, total, self.ignore_index)
 
     def of_all(self, logits: Tensor, target: Tensor) -> Tensor:
         """Return the loss of all logits, as torch computes it."""
         return F.cross_entropy(
-            logits,
-            target,
-            self.weight,
-            reduction=self.reduction,
-            ignore_index=self.ignore_index,
-            label_smoothing=self.label_smoothing,
+            logits, target, reduction=self.reduction, ignore_index=self.ignore_index
         )
-
-    def _options(self) -> tuple[int, Tensor | None, float]:
-        return self.ignore_index, self.weight, float(self.label_smoothing)
 
 
 def linear_cross_entropy(
@@ -124,14 +97,14 @@ def linear_cross_entropy(
         if plan.casts_x:
             x = x.to(plan.out_dtype)
         needs_dbias = bias is not None and torch.is_grad_enabled() and bias.requires_grad
-        rows = chunk or _tokens_of_a_chunk(x, w, loss)
+        rows = chunk or _tokens_of_a_chunk(x, w)
         flat = x.reshape(-1, x.shape[-1]), w, bias, target.reshape(-1)
         made: Tensor = _LinearCrossEntropy.apply(*flat, plan, needs_dbias, loss, rows)
         return made
 
 
-def _tokens_of_a_chunk(x: Tensor, w: Tensor, loss: CrossEntropy) -> int:
-    most = CHUNK_BYTES // max(1, w.shape[0] * loss.bytes_each(x))
+def _tokens_of_a_chunk(x: Tensor, w: Tensor) -> int:
+    most = CHUNK_BYTES // max(1, w.shape[0] * (x.element_size() + ops.more_bytes(x)))
     return max(BLOCK, most // BLOCK * BLOCK)
 
 
@@ -158,20 +131,6 @@ def _check(x: Tensor, w: Tensor, target: Tensor, loss: CrossEntropy, chunk: int 
     if not isinstance(loss.ignore_index, int):
         kind = type(loss.ignore_index).__name__
         raise TypeError(f"ignore_index is a {kind}: expected the index of a class, an int")
-    smoothing: Any = loss.label_smoothing
-    if not isinstance(smoothing, Real):
-        raise TypeError(
-            f"label_smoothing is a {type(smoothing).__name__}: expected a number; pass a float"
-        )
-    if not 0 <= float(smoothing) <= 1:
-        raise ValueError(
-            f"label_smoothing={smoothing!r}: expected a number from 0 to 1, the share of the "
-            f"target that all classes are given"
-        )
-    if loss.weight is not None and loss.weight.shape != w.shape[:1]:
-        raise ValueError(
-            f"the weight of classes has shape {list(loss.weight.shape)}: expected {[w.shape[0]]}"
-        )
 
 
 class _LinearCrossEntropy(FP8Function):

@@ -15,14 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
-from torch.compiler import is_compiling, is_dynamo_compiling
+from torch.compiler import is_dynamo_compiling
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..autograd.linear import linear
-from ..autograd.linear_cross_entropy import CrossEntropy, linear_cross_entropy
-from ..autograd.plan import autocast_dtype
 from ..ops import checks
-from ..ops.formats import BLOCK, ceil_div
 from ..tensor.base import FP8Base, MasterBase
 from ..tensor.compat.swap_in import swap_in
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
@@ -31,33 +28,24 @@ from .by_caller import BY_CALLER
 from .matmul_functions import PRODUCTS
 
 
-def _linear_cross_entropy_override(
+def _linear_cross_entropy(
     input: Tensor,
     linear_weight: Tensor,
     target: Tensor,
     *,
     linear_bias: Tensor | None = None,
-    weight: Tensor | None = None,
-    reduction: str = "mean",
     ignore_index: int | None = None,
-    label_smoothing: float = 0.0,
     options: Any = None,
+    **how: Any,
 ) -> Tensor:
-    """Run in the chunks of ``options``, where torch would take chunks."""
+    if options is not None:  # torch's own chunks would run in high precision
+        raise NotImplementedError(
+            "F.linear_cross_entropy of an FP8 weight in chunks (options=): pass options=None, or "
+            "call blocktensor.functional.linear_cross_entropy(x, w, target, bias)"
+        )
     ignored = -100 if ignore_index is None else ignore_index
-    loss = CrossEntropy(weight, reduction, ignored, label_smoothing)
-    in_chunks = options is not None and reduction != "none" and target.dtype == torch.int64
-    if (
-        is_compiling()
-        or not in_chunks
-        or linear_weight.ndim != 2
-        or isinstance(input, BlockwiseFP8Tensor)
-    ):
-        return loss.of_all(linear(input, linear_weight, linear_bias), target)
-    rows = options.batch_chunk_size
-    chunk = None if rows is None else ceil_div(rows, BLOCK) * BLOCK
-    made = linear_cross_entropy(input, linear_weight, target, linear_bias, loss, chunk, None)
-    return made.to(autocast_dtype(input) or input.dtype)
+    logits = linear(input, linear_weight, linear_bias)
+    return F.cross_entropy(logits, target, ignore_index=ignored, **how)
 
 
 def _get_data(tensor: Tensor) -> Tensor:
@@ -139,7 +127,7 @@ OVERRIDES: dict[Any, Callable[..., Any]] = {
     **PRODUCTS,
     # torch 2.13
     **(
-        {F.linear_cross_entropy: _linear_cross_entropy_override}
+        {F.linear_cross_entropy: _linear_cross_entropy}
         if hasattr(F, "linear_cross_entropy")
         else {}
     ),

@@ -167,7 +167,7 @@ def passes() -> Iterator[Case]:
         yield Case(f"sum {dtype}, {n}", plan_sum(splits, None, out, dtype == FP32), spills=0)
     target = like(1024, dtype=torch.int64)
     for dtype, total, cols in product(DTYPES, (None, like(dtype=torch.int64)), (300, 128256)):
-        args = like(1024, cols, dtype=dtype), target, total, -100, None, 0.0
+        args = like(1024, cols, dtype=dtype), target, total, -100
         run = partial(triton_rows.loss_and_gradient_, *args)
         yield Case(f"loss {dtype}, {cols}, {total is None}", run, 2, 0)
 

@@ -75,14 +75,9 @@ def sum_losses_kernel(
 
 
 def loss_and_gradient_(
-    logits: Tensor,
-    target: Tensor,
-    total: Tensor | None,
-    ignore_index: int,
-    weight: None,
-    label_smoothing: float,
+    logits: Tensor, target: Tensor, total: Tensor | None, ignore_index: int
 ) -> Tensor:
-    """See :func:`~.reference.loss_and_gradient_`; rows of unit stride, classes of equal weight."""
+    """See :func:`~.reference.loss_and_gradient_`; rows of unit stride."""
     rows, cols = logits.shape
     losses = torch.empty((rows,), dtype=torch.float32, device=logits.device)
     made = torch.empty((), dtype=torch.float32, device=logits.device)
