@@ -117,7 +117,7 @@ def ours(case: Case) -> dict[str, Maker]:
     for backend in choose_backend.GEMM_BACKENDS:
         # cuBLAS cannot add: its plain fp32 product is the peer of ours
         problem = case.problem(adds and backend.name != "cublas")
-        if backend.name == "reference" or backend.why_not(problem.device):
+        if backend.name == "reference" or backend.unusable(problem.device):
             continue
         if backend.declines(problem) is None:
             makers[backend.name] = _backend(backend, problem)

@@ -102,7 +102,7 @@ def facts(device: torch.device) -> dict[str, Any]:
     """Return each backend, best first in its family, and on a GPU what is fast there."""
     found: dict[str, Any] = {
         "backends": [
-            {"ops": family, "backend": backend.name, "why_not": backend.why_not(device)}
+            {"ops": family, "backend": backend.name, "why_not": backend.unusable(device)}
             for family, family_backends in FAMILIES.items()
             for backend in family_backends
         ]

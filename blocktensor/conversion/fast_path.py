@@ -41,7 +41,7 @@ def gpu_of(device: torch.device) -> torch.device | None:
 
 def is_portable(device: torch.device, stack: bool) -> bool:
     """Return True if only portable kernels multiply by a weight, or a ``stack``, on a GPU."""
-    return FAMILIES["grouped GEMMs" if stack else "GEMMs"][0].why_not(device) is not None
+    return FAMILIES["grouped GEMMs" if stack else "GEMMs"][0].unusable(device) is not None
 
 
 def _missing(device: torch.device) -> str:
@@ -51,7 +51,7 @@ def _missing(device: torch.device) -> str:
     """
     by_reason: dict[str, list[str]] = {}
     for family, backends in FAMILIES.items():
-        if reason := backends[0].why_not(device):
+        if reason := backends[0].unusable(device):
             by_reason.setdefault(reason, []).append(family)
     return "; ".join(f"{', '.join(parts)}: {reason}" for reason, parts in by_reason.items())
 

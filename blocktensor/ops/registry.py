@@ -7,9 +7,7 @@ signature of every op of its family, in one of its modules.
 
 from __future__ import annotations
 
-import functools
 import pkgutil
-import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -22,16 +20,6 @@ Problem = TypeVar("Problem")
 def no_objection(_: object) -> None:
     """Return the answer of a backend that takes everything."""
     return None
-
-
-class NotCompiled(Exception):
-    """Raised for a kernel that the installed Triton cannot compile for this GPU.
-
-    Attributes:
-        backend: whose kernel it is; None until a function of :meth:`Backend.function` says so.
-    """
-
-    backend: Backend[Any] | None = None
 
 
 def last_line(error: BaseException) -> str:
@@ -47,7 +35,7 @@ class Backend(Generic[Problem]):
 
     ``unusable(device)``, ``declines(problem)`` and ``yields(problem)`` return the reason, or None;
     the latter two may assume a usable device. A backend that declines cannot run the problem; one
-    that yields could, but the next is better. Callers ask :meth:`why_not` about a device.
+    that yields could, but the next is better.
 
     Attributes:
         name: how messages and ``BLOCKTENSOR_GEMM`` refer to it.
@@ -65,53 +53,16 @@ class Backend(Generic[Problem]):
     why: Callable[[Problem], str] = lambda _: "takes this problem"
     launches: bool = True
 
-    def why_not(self, device: torch.device) -> str | None:
-        """Return the reason why the backend cannot run on ``device``; None if it can."""
-        return _given_up.get(self) or self.unusable(device)
-
     def function(self, name: str) -> Callable[..., Any] | None:
-        """Return the function of this name; a :class:`NotCompiled` that it raises names it."""
+        """Return the function of this name; None if it has none."""
         for module in self.modules:
             if isinstance(module, str):
                 module, _, part = module.partition(":")
                 module = pkgutil.resolve_name(f"{__package__}.{module}:{part}")
             if (found := getattr(module, name, None)) is not None:
-                return _naming(self, found) if self.launches else found
+                made: Callable[..., Any] = found
+                return made
         return None
-
-
-_given_up: dict[Backend[Any], str] = {}
-"""Backends that are no longer chosen, since a kernel did not compile, each with the reason."""
-
-
-def give_up(failure: NotCompiled) -> None:
-    """Stop choosing the backend whose kernel does not compile, and warn once.
-
-    Raises:
-        NotCompiled: ``failure``, if its kernel belongs to no backend.
-    """
-    backend = failure.backend
-    if backend is None:
-        raise failure
-    if backend not in _given_up:
-        _given_up[backend] = str(failure)
-        warnings.warn(
-            f"blocktensor: {failure}. The next backend runs from now on: the results are as exact, "
-            f"the speed is lower. `python -m blocktensor` lists the backends",
-            stacklevel=2,
-        )
-
-
-def _naming(backend: Backend[Any], function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return function(*args, **kwargs)
-        except NotCompiled as failure:
-            failure.backend = backend
-            raise
-
-    return run
 
 
 @dataclass(frozen=True)
@@ -145,7 +96,7 @@ def first_choice(
     """Return the first backend that takes ``problem``; one of ``backends`` must take it."""
     passed_over: dict[str, list[str]] = {}  # reason: names
     for backend in backends:
-        reason = backend.why_not(device) or backend.declines(problem) or backend.yields(problem)
+        reason = backend.unusable(device) or backend.declines(problem) or backend.yields(problem)
         if reason is None:
             break
         passed_over.setdefault(reason, []).append(backend.name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import pickle
 import sys
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -12,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from blocktensor.ops import devices, reference, registry
-from blocktensor.ops.registry import Backend, Choice, NotCompiled, first_choice, give_up, last_line
+from blocktensor.ops import devices, reference
+from blocktensor.ops.registry import Backend, Choice, first_choice, last_line
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -76,14 +75,6 @@ def test_backends_are_told_the_device_and_the_problem() -> None:
     assert first_choice((picky, LAST), 3, torch.device("meta")).others == "picky: not on meta"
 
 
-def refuses(_: int) -> int:
-    try:
-        raise ValueError("no such instruction")
-    except ValueError as root:
-        failure = f"Triton does not compile double_kernel: {last_line(wrapped(root))}"
-        raise NotCompiled(failure) from root
-
-
 def wrapped(root: Exception) -> Exception:
     """As Triton wraps an error, once for every function that it was compiling."""
     error = RuntimeError("at 3:8:\n    x = double(x)\n        ^")
@@ -91,51 +82,20 @@ def wrapped(root: Exception) -> Exception:
     return error
 
 
-@pytest.fixture
-def broken() -> Iterator[Backend[int]]:
-    """A backend whose kernel does not compile; whoever gives it up is forgotten."""
-    made: Backend[int] = Backend("broken", (SimpleNamespace(double=refuses),))
-    yield made
-    registry._given_up.pop(made, None)
-
-
 def test_a_function_is_that_of_the_first_module_that_has_one() -> None:
     made: Backend[int] = Backend("plain", (SimpleNamespace(largest=max), "reference"))
     largest, transpose = made.function("largest"), made.function("transpose")
     assert largest is not None
     assert largest(3, 4) == 4
-    assert transpose.__wrapped__ is reference.transpose  # type: ignore[union-attr]
+    assert transpose is reference.transpose
     assert made.function("triple") is None
     with pytest.raises(ModuleNotFoundError):
         Backend[int]("absent", ("no_such_module",)).function("double")
-    without: Backend[int] = Backend("plain", (SimpleNamespace(double=abs),), launches=False)
-    assert without.function("double") is abs  # unchanged: it compiles nothing
-
-
-def test_a_backend_whose_kernel_does_not_compile_is_given_up(broken: Backend[int]) -> None:
-    with pytest.raises(NotCompiled, match="double_kernel: no such instruction") as failure:
-        broken.function("double")(3)  # type: ignore[misc]
-    assert failure.value.backend is broken
-    last: Backend[int] = Backend("last", (SimpleNamespace(double=abs),))
-    assert first_choice((broken, last), 3, CPU).name == "broken"
-    with pytest.warns(UserWarning, match="The next backend runs from now on"):
-        give_up(failure.value)
-    give_up(failure.value)  # and warns no more
-    why = "Triton does not compile double_kernel: no such instruction"
-    choice = first_choice((broken, last), 3, CPU)
-    assert (choice.name, choice.others) == ("last", f"broken: {why}")
-    assert broken.why_not(CPU) == why
-
-
-def test_a_kernel_of_no_backend_cannot_be_given_up() -> None:
-    with pytest.raises(NotCompiled, match="does not compile lonely_kernel"):
-        give_up(NotCompiled("Triton does not compile lonely_kernel"))
 
 
 def test_the_last_line_of_the_first_error() -> None:
     assert last_line(wrapped(ValueError("no such\ninstruction"))) == "instruction"
     assert last_line(wrapped(ValueError())) == "ValueError"
-    assert pickle.loads(pickle.dumps(NotCompiled("why"))).args == ("why",)
 
 
 @pytest.fixture

@@ -186,7 +186,7 @@ def gemm_backend(name: str) -> GemmBackend:
 
 def usable_gemm_backends(device: torch.device) -> tuple[str, ...]:
     """Return the names of the GEMM backends that run on ``device``, best first."""
-    return tuple(b.name for b in GEMM_BACKENDS if b.why_not(device) is None)
+    return tuple(b.name for b in GEMM_BACKENDS if b.unusable(device) is None)
 
 
 def choose_gemm(problem: GemmProblem) -> GemmChoice:
@@ -217,7 +217,7 @@ def choose_product(
         if choice.name == "reference" and device.type == "cuda":
             warn_slow(device, choice.others)
         return choice
-    objections = {b.name: b.why_not(device) or b.declines(problem) for b in backends}
+    objections = {b.name: b.unusable(device) or b.declines(problem) for b in backends}
     objection = objections.get(forced, "no backend of this name")
     if objection is None:
         (backend,) = (b for b in backends if b.name == forced)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from ..registry import NotCompiled, last_line
+from ..registry import last_line
 
 Kept = TypeVar("Kept", "list[tuple[Launch, Any]]", None)
 
@@ -48,7 +48,7 @@ class Launch(NamedTuple):
         argument again. ``replay.py`` repeats launches in less time.
 
         Raises:
-            NotCompiled: Triton cannot compile the kernel for this GPU.
+            RuntimeError: Triton cannot compile the kernel for this GPU.
         """
         if self.grid[0] == 0:
             return
@@ -62,7 +62,10 @@ class Launch(NamedTuple):
             if not is_failed_compilation(error):
                 raise
             name = self.kernel.__name__
-            raise NotCompiled(f"Triton does not compile {name}: {last_line(error)}") from error
+            raise RuntimeError(
+                f"Triton does not compile {name} for this GPU: {last_line(error)}. Install a "
+                f"Triton from 3.6 to 3.9, or set BLOCKTENSOR_FAST_PATH=0: no kernels in Gluon"
+            ) from error
         if this_thread.launches is not None:
             this_thread.launches.append((self, compiled))
 

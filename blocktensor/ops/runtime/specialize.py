@@ -18,7 +18,6 @@ from torch.compiler import is_compiling
 
 from ..devices import has_triton
 from ..formats import Quantized
-from ..registry import NotCompiled, give_up
 from .launch import Recording, this_thread
 
 GEMM_VARIABLE = "BLOCKTENSOR_GEMM"
@@ -103,31 +102,10 @@ class Specialized(Generic[Result]):
                 return self.run(*args)
             return self._dispatch(*args)
         run: Any = self._table.get((key_of(args), _environment.get(_VARIABLE)))
-        if run is None:
-            return self.run(*args)
-        try:
-            return run(*args)
-        except NotCompiled as failure:
-            return self._run_without(failure, args)
+        return self.run(*args) if run is None else run(*args)
 
     def run(self, *args: Any) -> Any:
         """Run the function outside the dispatcher; plainly, as a part of what is being recorded."""
-        launches = this_thread.launches
-        count = 0 if launches is None else len(launches)
-        try:
-            return self._run(*args)
-        except NotCompiled as failure:
-            if launches is not None:
-                del launches[count:]  # of the attempt: they are not repeated
-            return self._run_without(failure, args)
-
-    def _run_without(self, failure: NotCompiled, args: tuple[Any, ...]) -> Any:
-        """Give up the backend whose kernel does not compile, and run the function by the next."""
-        give_up(failure)
-        self.forget()
-        return self.run(*args)
-
-    def _run(self, *args: Any) -> Any:
         run: Any
         if this_thread.launches is not None:
             run = self._decide(*args)

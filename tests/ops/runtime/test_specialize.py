@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from collections.abc import Callable
 from itertools import product
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from blocktensor.ops import registry
 from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_128X128, Quantized
-from blocktensor.ops.op import runner
-from blocktensor.ops.registry import Backend, NotCompiled, first_choice
 from blocktensor.ops.runtime import specialize
-from blocktensor.ops.runtime.launch import this_thread, watch_launches
+from blocktensor.ops.runtime.launch import watch_launches
 from blocktensor.ops.runtime.specialize import GEMM_VARIABLE, Specialized, forced_gemm, recorded
 from tests.support.models import Trace
 
@@ -177,67 +172,3 @@ def test_keys_look_into_casts_and_keep_other_arguments() -> None:
 
 def kinds(*calls: tuple[Any, ...]) -> int:
     return len({specialize.key_of(call) for call in calls})
-
-
-class Family:
-    """Two backends of ``x + 1``: the kernel of the first compiles for whole numbers alone."""
-
-    def __init__(self) -> None:
-        self.fast: Backend[None] = Backend("fast", (SimpleNamespace(add=self._fast),))
-        self.slow: Backend[None] = Backend("slow", (SimpleNamespace(add=self._slow),))
-        self.ran: list[str] = []
-        self.table = Specialized(self._decide)
-
-    def _decide(self, x: Tensor) -> Callable[..., Tensor]:
-        choice = first_choice((self.fast, self.slow), None, x.device)
-        return runner(choice.backend, "add")
-
-    def _fast(self, x: Tensor) -> Tensor:
-        if this_thread.launches is not None:
-            this_thread.launches.append(("fast", None))  # type: ignore[arg-type]
-        if x.is_floating_point():
-            raise NotCompiled("Triton does not compile add_kernel: no floats")
-        self.ran.append("fast")
-        return x + 1
-
-    def _slow(self, x: Tensor) -> Tensor:
-        self.ran.append("slow")
-        return x + 1
-
-
-@pytest.fixture
-def family() -> Iterator[Family]:
-    made = Family()
-    yield made
-    registry._given_up.pop(made.fast, None)
-
-
-@pytest.mark.parametrize("way", ["call", "run", "call of a kind that was found", "nested"])
-def test_the_next_backend_runs_what_the_first_cannot_compile(way: str, family: Family) -> None:
-    whole, x = torch.arange(3), torch.rand(3)
-    assert torch.equal(family.table(whole), whole + 1)
-    if way.endswith("found"):
-        family.table.find(x)
-    run = family.table.run if way in ("run", "nested") else family.table
-    with (
-        watch_launches() if way == "nested" else nullcontext(),
-        pytest.warns(UserWarning, match="does not compile add_kernel: no floats"),
-    ):
-        assert torch.equal(run(x), x + 1)
-    assert torch.equal(run(x), x + 1)
-    assert torch.equal(run(whole), whole + 1)
-    assert family.ran == ["fast", "slow", "slow", "slow"]
-
-
-def test_launches_of_a_failed_attempt_are_not_repeated(family: Family) -> None:
-    with watch_launches() as launches:
-        family.table.run(torch.arange(3))
-        with pytest.warns(UserWarning, match="does not compile"):
-            family.table.run(torch.rand(3))
-    assert launches == [("fast", None)]  # of the first run alone
-
-
-def test_what_no_backend_compiles_raises(family: Family) -> None:
-    table = Specialized(lambda x: family._fast)
-    with pytest.raises(NotCompiled, match="add_kernel"):
-        table(torch.rand(3))
