@@ -179,7 +179,7 @@ def linear_cross_entropy(
 
     Raises:
         TypeError, ValueError: dtypes, shapes, devices, recipes or options that do not fit together.
-        NotImplementedError: fake tensors, torch.func; ``weight.main_grad`` under DDP.
+        NotImplementedError: fake tensors, torch.func.
     """
     _check(recipe, {"x": x, "w": w, "target": target}, {"bias": bias})
     loss = CrossEntropy(reduction, ignore_index)

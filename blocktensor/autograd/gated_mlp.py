@@ -39,7 +39,6 @@ from .gated_forms import (
     plan_gated,
 )
 from .linear import grouped_linear, has_no_experts, linear, with_leading
-from .main_grad import where_to_add
 from .pipelining import is_input_half, watch_halves
 from .products import product_of
 from .saved_weight import SavedWeight
@@ -189,7 +188,6 @@ def _gradients(ctx: Any, saved: list[Any], grads: list[Any], asked: list[bool]) 
     w_gate, w_up, w_down = _split(weights, ctx.counts)
     needs_dx, *needed = asked
     needs_dw, needs_dbias = needed[1:4], needed[4:]
-    buffers = _where_to_add(ctx, needs_dw)
     dws: list[Tensor | None] = [None, None, None]
     dbiases: list[Tensor | None] = [None, None, None]
     if needs_dbias[2] and grad is not None:
@@ -232,7 +230,7 @@ def _gradients(ctx: Any, saved: list[Any], grads: list[Any], asked: list[bool]) 
         if i == H:
             assert g_col is not None
             assert d_col is not None
-            dws[2] = product.weight_gradient(g_col, d_col, plan.down, buffers[2])
+            dws[2] = product.wgrad(g_col, d_col, plan.down)
             del d_row, d_col, g_col
             continue
         read, w = ctx.reads[i], (w_gate, w_up)[i]
@@ -244,7 +242,7 @@ def _gradients(ctx: Any, saved: list[Any], grads: list[Any], asked: list[bool]) 
             assert d_col is not None
             assert plan.x_columnwise is not None
             x_col = Quantized(x_data, x_scale, plan.x_columnwise)
-            dws[i] = product.weight_gradient(d_col, x_col, read.plan, buffers[i])
+            dws[i] = product.wgrad(d_col, x_col, read.plan)
         del d_col
     if plan.up is None:
         dxs.reverse()  # the one edge to x is the first
@@ -275,17 +273,6 @@ def _read_no_firsts(reads: Sequence[Any], weights: Sequence[Sequence[Tensor]]) -
 def _split(saved: Sequence[Tensor], counts: tuple[int, int]) -> list[Sequence[Tensor]]:
     a, b = counts
     return [saved[:a], saved[a : a + b], saved[a + b :]]
-
-
-def _where_to_add(ctx: Any, needed: Sequence[bool]) -> list[Tensor | None]:
-    """Return the buffer that each weight's gradient is added to, if it is needed and has one."""
-    buffers: list[Tensor | None] = [None, None, None]
-    for i, read in enumerate(ctx.reads):
-        main_grad = None if read is None or read.cache is None else read.cache.main_grad
-        if main_grad is not None and needed[i]:
-            places = (1, 1, 2) if ctx.plan.up is None else (2, 3, 4)  # x may come twice
-            buffers[i] = where_to_add(ctx, main_grad, places[i])
-    return buffers
 
 
 # _GatedMLP.apply without its preparations for functorch, which would refuse it anyway

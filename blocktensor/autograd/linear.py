@@ -21,7 +21,6 @@ from ..tensor.base import MasterBase
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
 from .backward import FP8Function, Gradients, run_backward
-from .main_grad import where_to_add
 from .plan import Plan, autocast_dtype, plan_matmul
 from .products import DENSE, Dense, Grouped, Saved, product_of, saved_of
 from .saved_weight import SavedWeight, hold_cast
@@ -264,15 +263,11 @@ def _gradients(ctx: Any, saved: Sequence[Tensor], grads: list[Any], asked: list[
         read.columnwise(weight, False)
         return dx, dw, product.finish(None, dbias, plan)[1], *rest
 
-    main_grad = None if read.cache is None else read.cache.main_grad
-    if main_grad is not None and needs_dw:
-        main_grad = where_to_add(ctx, main_grad)
     x: Any = product.wgrad_input((x_data, x_scale), plan) if needs_dw else None
     if (
         plan.records_backward
         and needs_dx
         and needs_dw
-        and main_grad is None
         and ctx.product is None
         and isinstance(weight[0], BlockwiseFP8Weight)
         and not must_dispatch(grad)
@@ -289,7 +284,7 @@ def _gradients(ctx: Any, saved: Sequence[Tensor], grads: list[Any], asked: list[
         dx = product.dgrad(g_row, w_col, plan)
         del w_col, g_row
     if needs_dw:
-        dw = product.weight_gradient(g, x, plan, main_grad)
+        dw = product.wgrad(g, x, plan)
     dx, dbias = product.finish(dx, dbias, plan)
     return dx, dw, dbias, *rest
 

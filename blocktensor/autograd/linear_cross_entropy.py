@@ -30,7 +30,6 @@ from ..recipe import Recipe
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
 from .backward import FP8Function, Gradients, run_backward
-from .main_grad import check_main_grad, in_place_of_added, where_to_add
 from .plan import Plan, plan_matmul
 from .products import wgrad_in_high_precision
 from .saved_weight import operand_of_weight
@@ -148,21 +147,18 @@ class _LinearCrossEntropy(FP8Function):
     ) -> Tensor:
         needs_dx, needs_dw = plan.needs  # ctx.needs_input_grad ignores no_grad
         is_trained = needs_dx or needs_dw or needs_dbias
-        ctx.plan, ctx.cache = plan, w.cache if isinstance(w, BlockwiseFP8Weight) else None
-        if ctx.cache is not None and ctx.cache.main_grad is not None and needs_dw:
-            check_main_grad(plan.tracing)
+        ctx.plan = plan
         w_row, w_col = _forms_of_weight(w, plan, needs_dx)
         total, made = loss.total(target), _zeros((), x)
         if not len(x) and total is not None:
             made = made / total
-        # the gradient of a single chunk is rounded once, by its product
-        keeps_fp32 = ctx.cache is not None and ctx.cache.main_grad is not None
         unit, divisor = None, total
         if plan.out_dtype == torch.float16 and is_trained:
-            unit, keeps_fp32 = loss.unit(total, x), True
+            unit = loss.unit(total, x)
             divisor = 1 / unit if total is None else total / unit
         dx_dtype = plan.x_dtype if unit is None else torch.float32
-        sum_dtype = plan.w_dtype if len(x) <= rows and not keeps_fp32 else torch.float32
+        # the gradient of a single chunk is rounded once, by its product
+        sum_dtype = plan.w_dtype if len(x) <= rows and unit is None else torch.float32
         dx = torch.empty_like(x, dtype=dx_dtype) if needs_dx else None
         dw = None
         dbias = _zeros(w.shape[:1], x) if needs_dbias else None
@@ -194,9 +190,9 @@ class _LinearCrossEntropy(FP8Function):
             del grad, g_col, x_row, x_col  # or the next chunk would be made beside them
         if needs_dw and dw is None:  # of no tokens
             dw = _zeros(w.shape, x)
-        if dw is not None and not keeps_fp32:
+        if dw is not None and unit is None:
             dw = dw.to(plan.w_dtype)
-        if dbias is not None and not keeps_fp32:
+        if dbias is not None and unit is None:
             dbias = dbias.to(plan.bias_dtype)
         ctx.save_for_backward(dx, dw, dbias, unit)
         return made if unit is None else made / unit
@@ -214,18 +210,12 @@ def _gradients(
     grads.clear()
     dx, dw, dbias = (x if needed else None for x, needed in zip(made, asked, strict=False))
     grad = grad if unit is None else grad / unit
-    added = None
-    if dw is not None and ctx.cache is not None and ctx.cache.main_grad is not None:
-        buffer = where_to_add(ctx, ctx.cache.main_grad)
-        if buffer is not None:
-            buffer.addcmul_(dw, grad)
-            dw, added = None, in_place_of_added(buffer, plan.w_dtype)
     dtypes = plan.x_dtype, plan.w_dtype, plan.bias_dtype
     dx, dw, dbias = (
         None if x is None else (x * grad).to(dtype)
         for x, dtype in zip((dx, dw, dbias), dtypes, strict=True)
     )
-    return dx, added if dw is None else dw, dbias, None, None, None, None, None
+    return dx, dw, dbias, None, None, None, None, None
 
 
 def _zeros(shape: tuple[int, ...], like: Tensor) -> Tensor:

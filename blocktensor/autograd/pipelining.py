@@ -1,4 +1,4 @@
-"""Wrap functions of ``torch.distributed.pipelining``, whose zero-bubble schedules split a backward.
+"""Watch ``torch.distributed.pipelining``, whose zero-bubble schedules split a backward.
 
 Before torch 2.13 the half that computes input gradients frees the graph that the half for weight
 gradients runs, if an ``autograd.Function`` made it (pytorch#166577): the second half raises.
@@ -17,25 +17,16 @@ from torch import Tensor
 LOSES_GRAPHS = torch.__version__ < "2.13"  # versions, not texts, are compared
 
 
-def stage_module() -> Any:
-    """Return the module of stages if it was imported: this package does not import it."""
-    return sys.modules.get("torch.distributed.pipelining.stage")
-
-
-def wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
-    """Replace a function of a module or class, if there is one, by ``wrapper(function)``, once."""
-    original = getattr(owner, name, None)
-    if original is not None and not hasattr(original, "__wrapped__"):
-        setattr(owner, name, wrapper(original))
-
-
 _input_halves: list[object] = []
 """Calls that compute the input half of a backward now; on CUDA in threads of autograd."""
 
 
 def watch_halves() -> None:
-    """Wrap the function that computes input halves, if pipelining was imported."""
-    wrap(stage_module(), "stage_backward_input", _watched)
+    """Wrap the function that computes input halves, if pipelining was imported, once."""
+    stage: Any = sys.modules.get("torch.distributed.pipelining.stage")
+    original = getattr(stage, "stage_backward_input", None)
+    if original is not None and not hasattr(original, "__wrapped__"):
+        stage.stage_backward_input = _watched(original)
 
 
 def is_input_half() -> bool:

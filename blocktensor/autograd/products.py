@@ -31,11 +31,10 @@ from ..ops.cast.ops import (
 )
 from ..ops.cast.producer import Forms
 from ..ops.formats import BlockFormat, Quantized
-from ..ops.gemm.ops import gemm, gemm_add_
-from ..ops.grouped_gemm.ops import grouped_gemm, grouped_gemm_wgrad, grouped_gemm_wgrad_add_
+from ..ops.gemm.ops import gemm
+from ..ops.grouped_gemm.ops import grouped_gemm, grouped_gemm_wgrad
 from ..ops.scale_layouts import VECTOR_BYTES
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
-from .main_grad import in_place_of_added
 from .plan import Plan
 from .saved_weight import WeightRead, read_weight
 
@@ -114,22 +113,6 @@ class Dense:
             return gemm(g, x, None, plan.w_dtype)
         return wgrad_in_high_precision(g, x, plan.w_dtype)
 
-    def wgrad_add_(self, out: Tensor, g: Any, x: Any, plan: Plan) -> None:
-        """Add dw to the fp32 buffer ``out[N, K]``."""
-        if isinstance(g, Quantized):
-            gemm_add_(out, g, x)
-        else:
-            out.add_(wgrad_in_high_precision(g, x, torch.float32))
-
-    def weight_gradient(
-        self, g: Any, x: Any, plan: Plan, main_grad: Tensor | None
-    ) -> Tensor | None:
-        """Return :meth:`wgrad`, or add it to ``main_grad``."""
-        if main_grad is None:
-            return self.wgrad(g, x, plan)
-        self.wgrad_add_(main_grad, g, x, plan)
-        return in_place_of_added(main_grad, plan.w_dtype)
-
     def finish(self, dx: Any, dbias: Any, plan: Plan) -> tuple[Tensor | None, Tensor | None]:
         """Return the gradients of x and of the bias, from the results of dgrad and dbias."""
         return None if dx is None else dx.view(plan.x_shape), dbias
@@ -189,16 +172,6 @@ class Grouped(Dense):
         if plan.w_is_transposed:
             return grouped_gemm_wgrad(x, g, self.offs, tokens, plan.w_dtype).transpose(1, 2)
         return grouped_gemm_wgrad(g, x, self.offs, tokens, plan.w_dtype)
-
-    def wgrad_add_(self, out: Tensor, g: Any, x: Any, plan: Plan) -> None:
-        """Add to ``out[E, N, K]``."""
-        tokens = plan.x_shape[0]
-        if not isinstance(g, Quantized):
-            out.add_(grouped_wgrad_in_high_precision(g, x, self.offs, plan.w_dtype))
-        elif out.is_contiguous():
-            grouped_gemm_wgrad_add_(out, g, x, self.offs, tokens)
-        else:  # it lies in memory as [E, K, N]
-            grouped_gemm_wgrad_add_(out.transpose(1, 2), x, g, self.offs, tokens)
 
     def dbias(self, grad: Tensor, plan: Plan) -> Any:
         """Return the sums of the rows of each group, ``[E, N]``."""

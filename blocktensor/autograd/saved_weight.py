@@ -19,7 +19,6 @@ from ..tensor.fp8_tensor import BlockwiseFP8Tensor, Generation
 from ..tensor.operand import Operand, operand_of
 from ..tensor.weight import BlockwiseFP8Weight
 from ..tensor.weight_cache import ForwardCast, FP8Cache
-from .main_grad import check_main_grad
 from .plan import Plan
 
 ROWWISE = ("rowwise_data", "rowwise_scale")
@@ -44,9 +43,10 @@ class SavedWeight:
 
     __slots__ = ("cache", "cast", "names", "plan")
 
-    def __init__(self, plan: Plan, names: tuple[str, ...] = ()) -> None:
-        self.plan, self.names = plan, names
-        self.cache: FP8Cache | None = None
+    def __init__(
+        self, plan: Plan, names: tuple[str, ...] = (), cache: FP8Cache | None = None
+    ) -> None:
+        self.plan, self.names, self.cache = plan, names, cache
         self.cast: ForwardCast | GatheredCast | None = None
 
     def columnwise(self, saved: Sequence[Tensor], needed: bool) -> Quantized | None:
@@ -107,7 +107,7 @@ def read_weight(w: Tensor, plan: Plan) -> WeightRead:
     """Read a weight in a forward."""
     needs_dx = plan.needs[0]
     if isinstance(w, BlockwiseFP8Weight):
-        read = _of_trainable(w, plan)
+        read = SavedWeight(plan, cache=w.cache)
         if needs_dx and not plan.tracing:
             (row, col), read.cast = w.cache.get_for_backward(w)
             w_row = (col if w.transposed else row) or Operand(col, row).need_rowwise()
@@ -139,20 +139,12 @@ def hold_cast(
     Returns:
         The tensors to save for dgrad, and how backward reads them, as :func:`read_weight`.
     """
-    read, cache = _of_trainable(w, plan), w.cache
+    cache = w.cache
+    read = SavedWeight(plan, cache=cache)
     cache.casts += 1
     read.cast, waiting = cache.begin_cast()
     waiting.operand = Operand(None, columnwise)
     return (w,), read
-
-
-def _of_trainable(w: BlockwiseFP8Weight, plan: Plan) -> SavedWeight:
-    """Check ``main_grad``; return the :class:`SavedWeight` of a weight, without a form."""
-    read = SavedWeight(plan)
-    read.cache = w.cache
-    if w.cache.main_grad is not None and plan.needs[1]:
-        check_main_grad(plan.tracing)
-    return read
 
 
 def _gathered_cast(generation: Generation) -> GatheredCast:

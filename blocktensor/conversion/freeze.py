@@ -21,7 +21,7 @@ from .state_dict import register_state_hooks
 def freeze(model: nn.Module) -> list[str]:
     """Drop the high-precision masters of a model's FP8 weights: 1 byte a weight, no gradient.
 
-    Forward and dgrad keep their bits, since they read the same cast. A ``main_grad`` is dropped.
+    Forward and dgrad keep their bits, since they read the same cast.
 
     Returns:
         The names of the linears, and of the stacks of experts, that were frozen.

@@ -154,10 +154,7 @@ def _wrapped(module: nn.Module, name: str, weight: Any, value: Any) -> Any:
             if not weight.requires_grad:
                 return value
             value = value.dequantize().contiguous()
-        wrapped = BlockwiseFP8Weight(value.detach(), weight.recipe)
-        if weight.main_grad is not None and weight.shape == wrapped.shape:
-            wrapped.main_grad = weight.main_grad.to(wrapped.device)
-        return wrapped
+        return BlockwiseFP8Weight(value.detach(), weight.recipe)
     if isinstance(weight, BlockwiseFP8Tensor) and fp8_part(value) is None:
         return frozen_form(module, name, value, weight.recipe)
     held, local = local_of(weight), local_of(value)

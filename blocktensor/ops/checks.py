@@ -210,24 +210,6 @@ def linear_operands(x: Tensor, w: Tensor, bias: Tensor | None, offs: Tensor | No
         bias_of(bias, w.shape[:-1], x, "the input")
 
 
-def main_grad(buffer: Tensor, weight: Tensor) -> None:
-    """Refuse a buffer that gradients of ``weight`` cannot be added to in fp32."""
-    if buffer.dtype != float32:
-        raise TypeError(f"main_grad is {buffer.dtype}: expected torch.float32")
-    if buffer.shape != weight.shape or buffer.device != weight.device:
-        raise ValueError(
-            f"main_grad is {list(buffer.shape)} on {buffer.device}: expected the weight's "
-            f"{list(weight.shape)} on {weight.device}"
-        )
-    if buffer.ndim == 3 and not buffer.is_contiguous():
-        raise ValueError(
-            f"main_grad has strides {buffer.stride()}: expected a contiguous stack "
-            f"{list(buffer.shape)}"
-        )
-    if buffer.shape[-1] > 1 and buffer.stride(-1) != 1:
-        raise ValueError(f"main_grad has strides {buffer.stride()}: expected contiguous rows")
-
-
 def bad_scale(scale: Tensor, format: BlockFormat) -> str | None:
     """Say what is wrong with stored fp32 scales, which must be finite and above 0."""
     fits = scale.isfinite() & (scale > 0)

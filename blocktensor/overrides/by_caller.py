@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..sharding.dtensor import check_cuts, local_of
+from ..sharding.dtensor import check_cuts
 from ..sharding.fsdp.shards import chunks
 from ..tensor.base import FP8Base, MasterBase
 from ..tensor.compat.callers import APPLY, Caller, caller
@@ -83,11 +83,6 @@ def _view_as(tensor: Tensor, other: Tensor) -> Any:
             outer = outer.back
         if outer is not None and outer.function == "full_tensor":
             return tensor.master.view_as(tensor.master)  # plain on one rank, as on several
-        whole: Any = who.local("input")  # of to_local()
-        if isinstance(tensor, BlockwiseFP8Weight) and "main_grad" in getattr(whole, "__dict__", ()):
-            main_grad = whole.main_grad
-            local = local_of(main_grad)
-            tensor.main_grad = main_grad if local is None else local
     return _as_usual(Tensor.view_as, tensor, other)
 
 

@@ -41,8 +41,8 @@ def audit(model: nn.Module, /, *args: Any, **kwargs: Any) -> AuditReport:
     weight, a view, clone or cast of it, or the dequantized bytes.
 
     The run computes the bits that it computes outside of an audit, and the model is left as it was,
-    also if the run raises: gradients, ``main_grad``, FP8 forms, buffers, training mode, torch's
-    random numbers. Hooks on parameters do not run. Regions under ``torch.compile`` run in eager
+    also if the run raises: gradients, FP8 forms, buffers, training mode, torch's random numbers.
+    Hooks on parameters do not run. Regions under ``torch.compile`` run in eager
     mode. In a process group, every rank must call it; the report is that of the calling rank. Under
     FSDP2, call it between steps, not while gradients are accumulated without reduction. Weight
     gradients that ``Recipe(wgrad_input="high_precision")`` asks for are labelled, not marked.
@@ -193,8 +193,8 @@ def _tensors(output: Any) -> Iterator[Tensor]:
 def left_as_it_is(model: nn.Module) -> Iterator[None]:
     """Restore, at the end, what a forward and a backward change in ``model``.
 
-    That is gradients and ``main_grad`` buffers, the FP8 forms that weights hold, buffers, training
-    mode, and torch's random numbers. Hooks on parameters do not run. DDP does not reduce gradients;
+    That is gradients, the FP8 forms that weights hold, buffers, training mode, and torch's random
+    numbers. Hooks on parameters do not run. DDP does not reduce gradients;
     FSDP2 does, and frees them. Its weights are sharded at the end.
     """
     with ExitStack() as stack:
@@ -212,13 +212,8 @@ def left_as_it_is(model: nn.Module) -> Iterator[None]:
             _set_aside_gradient(stack, parameter)
             fp8 = fp8_part(parameter)
             if isinstance(fp8, BlockwiseFP8Weight):
-                main_grad = fp8.main_grad
                 _restore_later(stack, fp8, "cache")
                 fp8.cache = FP8Cache(fp8.cache.master, fp8.cache.recipe)
-                fp8.main_grad = _zeros_like(main_grad)
-                if "main_grad" in vars(parameter):  # of a DTensor, which its to_local() reads
-                    _restore_later(stack, parameter, "main_grad")
-                    vars(parameter)["main_grad"] = _zeros_like(vars(parameter)["main_grad"])
             elif isinstance(fp8, BlockwiseFP8Tensor):  # may come to keep a columnwise form
                 _restore_later(stack, fp8, "columnwise_data", "columnwise_scale")
         # casts of weights, which would be used again without their graphs
@@ -240,10 +235,6 @@ def _set_aside_gradient(stack: ExitStack, parameter: nn.Parameter) -> None:
         if hooks:
             stack.callback(hooks.update, dict(hooks))
             hooks.clear()  # autograd reads this dictionary
-
-
-def _zeros_like(x: Tensor | None) -> Tensor | None:
-    return None if x is None else torch.zeros_like(x)
 
 
 def _restore_buffers(

@@ -81,7 +81,6 @@ class LateCopy:
         if self._own is None:
             counted = None if self._whole is None else self._whole.own().counted
             self._own = FP8Cache(self.values(), self.source.recipe, counted=counted)
-            self._own.main_grad = None if self._whole else self.source.main_grad
         return self._own
 
     def read(self) -> FP8Cache:

@@ -149,28 +149,6 @@ class BlockwiseFP8Weight(MasterBase):
         return self.cache.counted
 
     @property
-    def main_grad(self) -> Tensor | None:
-        """An fp32 ``[N, K]`` buffer that backward adds weight gradients to, not to ``.grad``.
-
-        The weight gradient's GEMM adds to it as it writes, so that any number of microbatches are
-        summed in fp32 without another pass. ``.grad`` then stays None: hooks of the weight get None
-        for a gradient, optimizers and ``clip_grad_norm_`` see none. Zeroing the buffer is up to
-        its owner. Gradients that come through a view of the weight (``x @ w``) arrive in
-        ``.grad``. A forward under ``torch.compile`` or DDP raises, and so does FSDP2.
-
-        Raises:
-            TypeError, ValueError: set to a tensor that is not fp32, of another shape or device, or
-                whose rows are not contiguous.
-        """
-        return self.cache.main_grad
-
-    @main_grad.setter
-    def main_grad(self, buffer: Tensor | None) -> None:
-        if buffer is not None:
-            checks.main_grad(buffer, self)
-        self.cache.main_grad = buffer
-
-    @property
     def format(self) -> BlockFormat:
         """The format of its casts."""
         return self.cache.format
@@ -238,23 +216,19 @@ class BlockwiseFP8Weight(MasterBase):
 
     def _replace_master(self, master: Tensor) -> None:
         """Take another master of the same shape, dtype and device (``weight.data = …``)."""
-        self.master, main_grad = master, self.main_grad
+        self.master = master
         self.cache, self._late = FP8Cache(self._oriented(master), self.recipe), None
-        self.cache.main_grad = main_grad
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
-        has_main_grad = self.cache.main_grad is not None
-        return ["master"], (self.cache.recipe, self.transposed, has_main_grad)
+        return ["master"], (self.cache.recipe, self.transposed)
 
     @staticmethod
     def __tensor_unflatten__(
         inner: dict[str, Tensor], context: Any, size: Sequence[int], stride: Sequence[int]
     ) -> BlockwiseFP8Weight:
-        recipe, transposed, has_main_grad = context
+        recipe, transposed = context
         master = inner["master"]
         cache = FP8Cache(master.transpose(-1, -2) if transposed else master, recipe)
-        if has_main_grad:  # compilers must learn of it, and do not get the buffer
-            cache.main_grad = torch.empty(size, device="meta")
         return BlockwiseFP8Weight(master, cache=cache, transposed=transposed)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

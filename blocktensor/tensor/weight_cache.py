@@ -66,10 +66,9 @@ class FP8Cache:
             that of the weight of which this is a part.
         recipe, format: of its casts.
         casts: how many were made so far.
-        main_grad: the buffer that weight gradients are added to, if any.
     """
 
-    __slots__ = ("_copies", "_parts", "_waiting", "casts", "counted", "format", "main_grad",
+    __slots__ = ("_copies", "_parts", "_waiting", "casts", "counted", "format",
                  "master", "recipe")  # fmt: skip
 
     def __init__(self, master: Tensor, recipe: Recipe, counted: Tensor | None = None) -> None:
@@ -77,17 +76,15 @@ class FP8Cache:
         self.counted = master if counted is None else counted
         self.recipe, self.format = recipe, recipe.weight_format
         self.casts = 0
-        self.main_grad: Tensor | None = None
         self._waiting: weakref.ref[WaitingForm] | None = None
         self._parts: dict[object, FP8Cache] = {}
         self._copies: weakref.WeakSet[Any] | None = None
 
     def __getstate__(self) -> tuple[Any, ...]:  # copies and checkpoints cast for themselves
-        return self.master, self.recipe, self.main_grad
+        return self.master, self.recipe
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        self.__init__(*state[:2])  # type: ignore[misc]
-        self.main_grad = state[2]
+        self.__init__(*state)  # type: ignore[misc]
 
     def part(self, index: int) -> FP8Cache:
         """Return the cache of one matrix of a stack, which all views of that matrix share.

@@ -80,7 +80,6 @@ class ParallelForward(ABC):
         if is_dynamo_compiling():
             weight = module.weight
             self._agree_while_traced(weight)
-            refuse_main_grad(weight)
             return _whole(input, weight, module.bias, *self._constants)
         local = fp8_local(module.weight)
         self._agree(module.weight, local)
@@ -101,7 +100,6 @@ class ParallelForward(ABC):
         if local is None:
             # a shard of FSDP2, which has not gathered it, raises there
             return self._in_high_precision(input, weight, bias)
-        check_no_main_grad(weight)
         y, layout = self._in_fp8(
             input,
             weight.to_local(),
@@ -271,24 +269,6 @@ def local_input(x: Any, layout: Placement) -> Tensor:
     """Return this rank's part of an input, whose gradient has the same layout."""
     local: Tensor = x.to_local(grad_placements=[layout]) if isinstance(x, DTensor) else x
     return local
-
-
-def check_no_main_grad(weight: Any) -> None:
-    """Raise for a parallel weight with a ``main_grad``, which no backward would add to.
-
-    Raises:
-        NotImplementedError: it has one.
-    """
-    refuse_main_grad(weight)
-    refuse_main_grad(local_of(weight))
-
-
-def refuse_main_grad(weight: Any) -> None:
-    """Raise for a ``main_grad`` of a DTensor or of its local part."""
-    if getattr(weight, "main_grad", None) is not None:
-        raise NotImplementedError(
-            "weight.main_grad of a tensor parallel linear: set it to None and read weight.grad"
-        )
 
 
 _FORWARDS = {forward.kind: forward for forward in (ColwiseForward, RowwiseForward)}

@@ -17,7 +17,6 @@ from blocktensor import BlockwiseFP8Weight, functional
 from tests.support.gated import assert_bits, results
 from tests.support.groups import ends
 from tests.support.models import plain, randn
-from tests.support.split_backward import backward, needs_halves
 
 K, HIDDEN, N, T, E = 192, 320, 136, 70, 3
 OFFS = ends(30, 0, 35)  # the last five rows belong to no group
@@ -295,56 +294,3 @@ def test_every_forward_reads_the_weight_of_then(kind: str) -> None:
     for w in operands:
         w.data.view(-1).mul_(2)
     assert torch.equal(run(inputs(), *operands), simple(inputs(), *operands))
-
-
-@every_kind
-def test_main_grad(kind: str) -> None:
-    run, simple, _ = KINDS[kind]
-    simple = run if simple is one_by_one else simple  # which reads views of the weight
-    for place in places(kind):
-        operands, added = weights(kind), []
-        weight = operands[place]
-        buffer = torch.ones(weight.shape)
-        wanted = results(run, inputs(), operands)
-        for each in (run, simple):
-            weight.main_grad = buffer.clone()
-            got = results(each, inputs(), operands)
-            assert got[2 + place] is None
-            assert_bits(got[: 2 + place], wanted[: 2 + place])
-            added.append(weight.main_grad)
-        assert torch.equal(*added)
-        assert not torch.equal(added[0], buffer)
-        # nothing is added for another gradient, and this one is returned if it is asked for
-        weight.main_grad = buffer.clone()
-        x = inputs()
-        torch.autograd.grad(run(x, *operands).sum(), [x])
-        run(x, *operands).sum().backward(inputs=[x])
-        (dw,) = torch.autograd.grad(run(x, *operands).sum(), [weight])
-        assert dw.shape == weight.shape
-        assert torch.equal(weight.main_grad, buffer)
-        run(x, *operands).sum().backward(inputs=[weight])
-        assert not torch.equal(weight.main_grad, buffer)
-        weight.main_grad = buffer.clone()
-        weight.requires_grad_(False)
-        run(x, *operands).sum().backward()
-        assert torch.equal(weight.main_grad, buffer)
-
-
-@needs_halves
-@every_matmul
-def test_the_weight_half_of_a_split_backward_adds_to_main_grad(kind: str) -> None:
-    """As pipelining's zero-bubble schedules split it: the buffers are those of a whole backward."""
-    run, simple, _ = KINDS[kind]
-    for each in {run, run if simple is one_by_one else simple}:
-        found = []
-        for in_halves in (False, True):
-            x, operands = inputs(), weights(kind)
-            ws = [operands[i] for i in places(kind)]
-            for w in ws:
-                w.main_grad = torch.ones(w.shape)
-            for step in range(2):
-                y = each(x, *operands)
-                backward(y, randn(*y.shape, seed=step), x, operands, in_halves)
-            assert [w.grad for w in ws] == [None] * len(ws)
-            found.append([w.main_grad for w in ws])
-        assert_bits(*found)

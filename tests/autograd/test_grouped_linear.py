@@ -285,15 +285,3 @@ def test_wgrad_input(groups: str, dtype: torch.dtype, kn: bool, recipe: Recipe) 
             torch.testing.assert_close(each, wanted, rtol=2e-2, atol=1e-3)
         else:
             assert_same(each, wanted)
-
-
-@every_recipe
-@pytest.mark.parametrize("kn", [False, True])
-def test_main_grad_and_wgrad_input(recipe: Recipe, kn: bool) -> None:
-    x, grad, offs = sample("ragged")
-    w, twin = (stack(len(offs), recipe=recipe, kn=kn) for _ in range(2))
-    w.main_grad = torch.ones(w.shape)
-    for leaf in (w, twin):
-        grads_of(x, leaf, offs, grad)
-    assert w.grad is None
-    assert relative_error(w.main_grad - 1, twin.grad) <= 3e-3

@@ -122,16 +122,6 @@ def test_the_largest_product_is_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None
     assert products(FP32)[0] == (128, V)
 
 
-def test_main_grad_of_several_chunks() -> None:
-    head, x, target = linear(V, K), randn(T, K, grad=True), classes(T)
-    (*_, dw) = run(whole(x, head, target), x, head.weight)
-    head.weight.main_grad = torch.ones(V, K)
-    for _ in range(2):
-        chunked(x, head.weight, target, chunk_size=128).backward()
-    assert head.weight.grad is None
-    assert relative_error(head.weight.main_grad - 1, 2 * dw) <= 2e-3
-
-
 def test_what_is_saved() -> None:
     saved = saved_by(lambda: chunked(randn(T, K, grad=True), linear(V, K).weight, classes(T)))
     assert [t.shape for t in saved] == [(T, K), (V, K)]  # the gradients

@@ -115,18 +115,6 @@ def test_whichever_module_holds_a_weight_its_state_is_plain() -> None:
     assert b"BlockwiseFP8" not in file.getvalue()
 
 
-def test_assigned_weights_keep_their_main_grad() -> None:
-    module = linear(N, K)
-    module.weight.main_grad = torch.zeros(N, K)
-    module.load_state_dict({"weight": randn(N, K)}, assign=True)
-    assert module.weight.main_grad is not None
-    module(randn(3, K)).sum().backward()
-    assert module.weight.grad is None
-    assert module.weight.main_grad.any()
-    with pytest.raises(RuntimeError, match="size mismatch for weight"):
-        module.load_state_dict({"weight": randn(N, 2 * K)}, assign=True)
-
-
 def of_kind(kind: str, seed: int = 3) -> nn.Linear:
     """A weight of 200x192 in one of its forms."""
     module = nn.Linear(192, 200, bias=False, dtype=torch.float32)

@@ -80,21 +80,6 @@ def test_evaluation_has_the_bits_of_training() -> None:
     assert torch.equal(model(X), wanted)
 
 
-def test_main_grad_of_an_fp32_master() -> None:
-    experts = GroupedExperts(3, 128, 256)
-    convert(experts, skip_small=False)
-    twin = copy.deepcopy(experts)
-    for w in twin.parameters():
-        w.main_grad = torch.zeros(w.shape)
-    x, sizes = randn(10, 128, dtype=torch.float32), torch.tensor([4, 0, 6])
-    for _ in range(2):
-        experts(x, sizes).sum().backward()
-        twin(x, sizes).sum().backward()
-    for w, with_buffer in zip(experts.parameters(), twin.parameters(), strict=True):
-        assert with_buffer.grad is None
-        torch.testing.assert_close(with_buffer.main_grad, w.grad, rtol=2**-7, atol=1e-5)
-
-
 @needs_transformers
 @pytest.mark.parametrize("implementation", ["grouped_mm", "eager"])
 @pytest.mark.parametrize("kind", KINDS)

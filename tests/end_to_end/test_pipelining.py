@@ -18,7 +18,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.distributed.tensor import DTensor
 
-from blocktensor import BlockwiseFP8Weight, Recipe, convert, functional, fuse, share_inputs
+from blocktensor import Recipe, convert, functional, fuse, share_inputs
 from tests.support.linear_ways import WAYS, run_linears
 from tests.support.mlps import MLP, K
 from tests.support.models import FP32_SCALES, Trace
@@ -39,8 +39,8 @@ SCHEDULES = [
 ]
 SPLIT = "InterleavedZeroBubble"
 
-Results = tuple[list[Tensor], dict[str, list[Tensor | None]]]
-"""The loss of each microbatch; of each parameter the gradient and the ``main_grad``."""
+Results = tuple[list[Tensor], dict[str, Tensor | None]]
+"""The loss of each microbatch, and the gradient of each parameter."""
 
 
 class Begin(nn.Module):
@@ -100,15 +100,10 @@ def _converted(dtype: torch.dtype, recipe: Recipe) -> nn.Sequential:
     return model
 
 
-def build(
-    dtype: torch.dtype = torch.bfloat16, recipe: Recipe = FP32_SCALES, buffers: bool = False
-) -> Any:
-    """Four blocks; all parameters, also those that are not FP8, may have a ``main_grad``."""
+def build(dtype: torch.dtype = torch.bfloat16, recipe: Recipe = FP32_SCALES) -> Any:
+    """Return four blocks."""
     model = copy.deepcopy(_converted(dtype, recipe))
     assert any("mix" in group.linears for group in share_inputs(model).groups)
-    if buffers:
-        for p in model.parameters():
-            p.main_grad = torch.ones(p.shape)
     return model
 
 
@@ -119,10 +114,7 @@ def batch(tokens: int, seed: int) -> Tensor:
 
 
 def results(model: nn.Module, losses: list[Tensor]) -> Results:
-    found = {
-        name: [_whole(p.grad), getattr(p, "main_grad", None)]
-        for name, p in model.named_parameters()
-    }
+    found = {name: _whole(p.grad) for name, p in model.named_parameters()}
     return [loss.detach() for loss in losses], found
 
 
@@ -141,15 +133,13 @@ def one_by_one(model: Any, tokens: int, seed: int = 0, last_first: bool = False)
 
 
 @functools.cache
-def _wanted(dtype: torch.dtype, tokens: int, buffers: bool, last_first: bool) -> Results:
-    return one_by_one(build(dtype, buffers=buffers), tokens, last_first=last_first)
+def _wanted(dtype: torch.dtype, tokens: int, last_first: bool) -> Results:
+    return one_by_one(build(dtype), tokens, last_first=last_first)
 
 
-def wanted(
-    name: str, tokens: int, dtype: torch.dtype = torch.bfloat16, buffers: bool = False
-) -> Results:
+def wanted(name: str, tokens: int, dtype: torch.dtype = torch.bfloat16) -> Results:
     """The results of one process that adds gradients in the order of the schedule."""
-    return _wanted(dtype, tokens, buffers, name == "LoopedBFS")
+    return _wanted(dtype, tokens, name == "LoopedBFS")
 
 
 class Pipeline:
@@ -202,43 +192,24 @@ class Pipeline:
         return results(self.model, losses)
 
     def assert_same(self, found: Results, wanted: Results) -> None:
-        """The same losses, gradients and buffers of the stages of this rank, bit for bit."""
+        """The same losses and gradients of the stages of this rank, bit for bit."""
         if self.is_last:
             assert_bits(found[0], wanted[0])
             assert len(found[0]) == MICROBATCHES
-        for name, pair in wanted[1].items():
-            if name.startswith(self.prefixes):
-                assert_bits(found[1][name], pair)
+        names = [name for name in wanted[1] if name.startswith(self.prefixes)]
+        assert_bits([found[1][name] for name in names], [wanted[1][name] for name in names])
 
 
 @pytest.mark.parametrize(
-    ("dtype", "tokens", "buffers"),
-    [
-        *((torch.bfloat16, n, False) for n in (1, 127, 129, 384)),
-        (torch.bfloat16, 127, True),
-        (torch.float32, 129, False),
-        (torch.float32, 129, True),
-    ],
+    ("dtype", "tokens"),
+    [*((torch.bfloat16, n) for n in (1, 127, 129, 384)), (torch.float32, 129)],
     ids=str,
 )
 @pytest.mark.parametrize("name", SCHEDULES)
 @on_ranks(2, gpus=())
-def test_a_step(
-    world: int, device: str, name: str, dtype: torch.dtype, tokens: int, buffers: bool
-) -> None:
-    pipeline = Pipeline(name, build(dtype, buffers=buffers), scale_grads=False)
-    pipeline.assert_same(pipeline.step(tokens), wanted(name, tokens, dtype, buffers))
-
-
-@pytest.mark.parametrize("name", ["1F1B", SPLIT])
-@on_ranks(2, gpus=())
-def test_buffers_are_scaled_as_gradients(world: int, device: str, name: str) -> None:
-    """It does so unless it is given scale_grads=False."""
-    pipeline, single = Pipeline(name, build(buffers=True)), build(buffers=True)
-    scaled = one_by_one(single, 127)
-    for p in single.parameters():
-        (p.main_grad if isinstance(p, BlockwiseFP8Weight) else p.grad).div_(MICROBATCHES)
-    pipeline.assert_same(pipeline.step(127), scaled)
+def test_a_step(world: int, device: str, name: str, dtype: torch.dtype, tokens: int) -> None:
+    pipeline = Pipeline(name, build(dtype), scale_grads=False)
+    pipeline.assert_same(pipeline.step(tokens), wanted(name, tokens, dtype))
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -94,12 +94,9 @@ def test_grouped_products_in_fp8() -> None:
         *(("dgrad", 50, 256, 128), ("wgrad", 128, 256, 50)),
         *(("dgrad", 50, 128, 256), ("wgrad", 256, 128, 50)),
     ]
-    for main_grad in (False, True):
-        for weight in model.parameters() if main_grad else ():
-            weight.main_grad = torch.zeros(weight.shape)
-        report = audit(model, randn(50, 128, grad=True), offs)
-        assert [(e.kind, e.m, e.n, e.k) for e in report.entries] == sizes
-        assert report.fp8_share == 1
+    report = audit(model, randn(50, 128, grad=True), offs)
+    assert [(e.kind, e.m, e.n, e.k) for e in report.entries] == sizes
+    assert report.fp8_share == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -46,7 +46,6 @@ def prepared(fails: bool = False, device: torch.device | str = "cpu") -> Statefu
     convert(model, skip_small=False)
     for p in model.parameters():
         p.grad = torch.full_like(p, 2)
-    model.down.weight.main_grad = torch.full((32, 48), 3.0, device=device)
     model.norm.eval()
     model.up(X.to(device))  # a form is held for the backward that has not come
     return model
@@ -81,7 +80,6 @@ def state_of(model: nn.Module) -> dict[str, Any]:
         if isinstance(p, BlockwiseFP8Weight):
             forms = [form and id(form.data) for form in p.cache.held()]
             found[f"{name} cache"] = id(p.cache), p.cache.casts, forms
-            found[f"{name} main_grad"] = Kept.of(p.main_grad)
     return found
 
 
@@ -106,19 +104,6 @@ def test_state_is_restored(fails: bool, device: torch.device) -> None:
     with pytest.raises(ZeroDivisionError) if fails else nullcontext():
         audit(model, X.to(device))
     assert_same_state(before, state_of(model))
-
-
-def test_main_grad_is_added_to_a_buffer_of_the_audit_and_to_its_own_afterwards() -> None:
-    model = prepared()
-    weight = model.down.weight
-    buffer, before = weight.main_grad, weight.main_grad.clone()
-    with left_as_it_is(model):
-        model(X).sum().backward()
-        assert weight.grad is None
-        assert weight.main_grad.any() and weight.main_grad is not buffer
-    assert torch.equal(buffer, before)
-    model(X).sum().backward()
-    assert not torch.equal(buffer, before)
 
 
 @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])

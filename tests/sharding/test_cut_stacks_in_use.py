@@ -22,9 +22,8 @@ from tests.support.compiling import assert_as_eager, instantiates
 from tests.support.expert_parallel import converted, cut, experts_of, local_values, step_of
 from tests.support.models import randn
 from tests.support.ranks import on_ranks, shared_mesh
-from tests.support.sharded import assert_equal, gradients, local_kinds, scale, step
+from tests.support.sharded import assert_equal, local_kinds, scale, step
 from tests.support.sharded_checkpoints import assert_read_by
-from tests.support.split_backward import backward, needs_halves
 
 K, N = 192, 256
 FLOAT = torch.float32
@@ -117,62 +116,6 @@ def test_optimizers_and_clipping(mesh: DeviceMesh) -> None:
         assert_equal(model.parameters(), single.parameters())
         mine = [q.master.chunk(2)[mesh.get_local_rank()] for q in single.parameters()]
         assert_equal(map(local_values, model.parameters()), mine)
-
-
-WAYS: dict[str, Callable[[Any, Tensor], None]] = {
-    "plain": lambda p, buffer: setattr(p, "main_grad", buffer),
-    "cut": lambda p, buffer: setattr(
-        p, "main_grad", DTensor.from_local(buffer, p.device_mesh, [Shard(0)])
-    ),
-    "local": lambda p, buffer: setattr(p.to_local(), "main_grad", buffer),
-}
-
-
-def with_buffers(mesh: DeviceMesh, way: str) -> Any:
-    model = cut(fresh(), mesh)
-    weights = list(model.parameters())
-    buffers = [torch.zeros_like(local_values(p)) for p in weights]
-    for p, buffer in zip(weights, buffers, strict=True):
-        WAYS[way](p, buffer)
-    return model, weights, buffers
-
-
-@on_ranks(2, gpus=())
-def test_main_grad_of_a_cut_stack(mesh: DeviceMesh) -> None:
-    """Given to the DTensor, plain or cut as it is, or to its local part."""
-    plain = cut(fresh(), mesh)
-    step_of(plain)
-    for way in WAYS:
-        model, weights, buffers = with_buffers(mesh, way)
-        for _ in range(2):
-            step_of(model)
-        for p, buffer, want in zip(weights, buffers, gradients(plain), strict=True):
-            if torch.__version__ < (2, 13) and p.grad is not None:  # by torch 2.11's DTensor
-                assert not p.grad.to_local().any()
-            else:
-                assert p.grad is None
-            # want is rounded
-            torch.testing.assert_close(buffer, 2 * want.to_local(), rtol=2**-8, atol=0)
-        before = [buffer.clone() for buffer in buffers]
-        blocktensor.audit(model, randn(40, K), SIZES)
-        assert_equal(buffers, before)
-
-
-@needs_halves
-@pytest.mark.parametrize("way", WAYS)
-@on_ranks(2, gpus=())
-def test_main_grad_of_a_cut_stack_in_a_split_backward(mesh: DeviceMesh, way: str) -> None:
-    found = []
-    for split in (False, True):
-        model, weights, buffers = with_buffers(mesh, way)
-        x = randn(40, K, dtype=FLOAT, grad=True)
-        for seed in range(2):
-            y = model(x, SIZES)
-            grad = randn(*y.shape, seed=seed, dtype=y.dtype)
-            backward(y, grad, x, weights, in_halves=split)
-        assert all(p.grad is None for p in weights)
-        found.append(buffers)
-    assert_equal(*found)
 
 
 def by_sgd(p: Any) -> None:

@@ -190,19 +190,6 @@ def test_a_write_between_forward_and_backward_of_rows_of_a_copy_raises(policy: A
         y.backward()
 
 
-@pytest.mark.parametrize("how", ["itself", "detach", "master"])
-def test_products_of_a_copy_add_to_main_grad(how: str) -> None:
-    w, narrow = fp32_weight(), linear(N, K).weight
-    w.main_grad, narrow.main_grad = torch.zeros(N, K), torch.zeros(N, K)
-    late = w.bfloat16()
-    HANDED_OUT[how](late)
-    for each in (late, narrow):
-        F.linear(X, each).sum().backward()
-    assert w.grad is None
-    assert narrow.main_grad.count_nonzero() > 0
-    assert torch.equal(w.main_grad, narrow.main_grad)
-
-
 def test_a_module_in_another_dtype_holds_weights_of_its_own() -> None:
     module = linear(N, K, dtype=torch.float32)
     weight, values = module.weight, plain(module.weight).bfloat16()

@@ -275,22 +275,6 @@ def test_other_products_of_a_prepared_input_are_refused(mesh: DeviceMesh, fp8: b
         torch.compile(model, **EAGERLY)(rows(mesh)[0])
 
 
-@pytest.mark.parametrize("where", ["parameter", "local part"])
-@on_ranks(2, gpus=())
-def test_main_grad_is_refused(mesh: DeviceMesh, where: str) -> None:
-    """Also where it is set after the first forward."""
-    module: Any = parallelize_module(converted(), mesh, ColwiseParallel())
-    x = drawn((128, 256), torch.bfloat16, 1)
-    with fresh():
-        compiled = torch.compile(module, **EAGERLY)
-        compiled(x)
-        owner = module.weight if where == "parameter" else module.weight._local_tensor
-        owner.main_grad = torch.zeros(128, 256)
-        for run in (module, compiled):
-            with pytest.raises(Exception, match=r"weight.main_grad of a tensor parallel linear"):
-                run(x)
-
-
 @pytest.mark.parametrize("what", ["inputs of tensor parallel linears", "tensor parallel linears"])
 @on_ranks(2, gpus=())
 def test_ranks_that_disagree(mesh: DeviceMesh, what: str) -> None:

@@ -153,7 +153,6 @@ class AmaxTable:
     def _rows(self, index: int) -> Tensor | None:
         """Return the present high-precision rows of a weight; None once they are freed."""
         weight = self.weights[index]
-        check_no_main_grad(getattr(weight.tensor, "main_grad", None))
         shard = _shard_of(weight)
         return None if shard is None else shard.master
 
@@ -215,20 +214,6 @@ def _build(weights: Sequence[ShardedParam], alone: bool) -> None:
     for slot, (weight, recipe) in enumerate(zip(weights, recipes, strict=True)):
         weight.track()
         _PLACES[weight.owner()] = Place(table, slot, recipe)
-
-
-def check_no_main_grad(main_grad: Any) -> None:
-    """Raise for a sharded weight with a ``main_grad``, which no backward would add to.
-
-    Raises:
-        NotImplementedError: it has one.
-    """
-    if main_grad is not None:
-        raise NotImplementedError(
-            "weight.main_grad with FSDP2, which reduces and shards gradients itself: set it to "
-            "None. MixedPrecisionPolicy(reduce_dtype=torch.float32) reduces in fp32, and "
-            "model.set_requires_gradient_sync(False) sums microbatches before"
-        )
 
 
 def _shard_of(weight: ShardedParam) -> Any:

@@ -16,7 +16,6 @@ from ...tensor.base import implements, on_master
 from ...tensor.fp8_tensor import ATEN_OPS, BlockwiseFP8Tensor
 from ...tensor.refusals import refuse, refuse_one_tensor
 from ...tensor.weight import WEIGHT_OPS, BlockwiseFP8Weight
-from .amax_table import check_no_main_grad
 from .fsdp_internals import is_copy
 from .gather import GatheredFrozen, GatheredTrainable
 
@@ -231,6 +230,5 @@ def _trainable_zeros(
 ) -> Tensor:
     """Return zeros: a shard where FSDP asks for one, plain for another rank, dtype or device."""
     zeros: Tensor = func(w.master, size, **kwargs)
-    check_no_main_grad(w.main_grad)
     is_part = zeros.ndim == w.ndim and zeros.dtype == w.dtype and zeros.device == w.device
     return FP8Shard(zeros, w.recipe) if is_part else zeros

@@ -27,8 +27,8 @@ _FP8_ATTRIBUTES = {"_is_param"}.union(
 def swap_in(parameter: Tensor, converted: Tensor) -> None:
     """Give ``parameter`` the content of ``converted``; ties and optimizers keep the same object.
 
-    Hooks, attributes that other code has set, and ``main_grad`` stay. Graphs that wait for their
-    backward are kept if both are FP8; else their backward raises.
+    Hooks and attributes that other code has set stay. Graphs that wait for their backward are kept
+    if both are FP8; else their backward raises.
 
     Raises:
         RuntimeError: an autograd graph or a wrapper such as DDP uses the parameter.
@@ -64,15 +64,11 @@ def take_content(parameter: Tensor, converted: Tensor) -> bool:
         return False
     if not torch._has_compatible_shallow_copy_type(parameter, converted):
         return False
-    old = parameter.cache if isinstance(parameter, BlockwiseFP8Weight) else None
-    _carry_main_grad(parameter, converted)
     kept = {n: x for n, x in parameter.__dict__.items() if n not in _FP8_ATTRIBUTES - {"_is_param"}}
     with torch._C.DisableTorchFunctionSubclass():
         _DATA.__set__(parameter, converted)
     parameter.__class__ = type(converted)
     parameter.__dict__ = {**converted.__dict__, **kept}
-    if old is not None and old.main_grad is not None and old.main_grad.device != parameter.device:
-        old.main_grad = None  # a backward that waits would add to a buffer that nobody reads
     return True
 
 
@@ -106,20 +102,13 @@ torch.utils.swap_tensors = swap_tensors
 
 
 def carry_over(old: Tensor, new: Tensor) -> None:
-    """Give ``new``, which is to be swapped in for ``old``, its hooks, attributes and main_grad."""
+    """Give ``new``, which is to be swapped in for ``old``, its hooks and attributes."""
     for name, value in old.__dict__.items():
         if name not in _FP8_ATTRIBUTES:
             new.__dict__.setdefault(name, value)
     for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         if getattr(old, hooks) is not None:  # an empty dictionary takes hooks later
             setattr(new, hooks, getattr(old, hooks))
-    _carry_main_grad(old, new)
-
-
-def _carry_main_grad(old: Tensor, new: Tensor) -> None:
-    if isinstance(old, BlockwiseFP8Weight) and isinstance(new, BlockwiseFP8Weight):
-        main_grad = old.cache.main_grad
-        new.cache.main_grad = None if main_grad is None else main_grad.to(new.device)
 
 
 @contextlib.contextmanager

@@ -199,40 +199,19 @@ def test_new_data_of_another_dtype_leaves_the_gradient_as_plain_pytorch_does() -
         assert module.weight.grad is grad
 
 
-def test_main_grad_takes_the_gradient_of_a_backward_that_waited_and_moves() -> None:
-    module = linear(DIM, DIM, dtype=torch.float32)
-    weight = module.weight
-    weight.main_grad = buffer = torch.zeros(DIM, DIM)
-    waiting = module(randn(3, DIM, dtype=torch.float32)).sum()
-    module.half()
-    waiting.backward()
-    assert buffer.any()
-    assert weight.main_grad is buffer
-    assert weight.grad is None
-    del waiting
-    module.to("meta")
-    assert weight.is_meta and weight.main_grad.is_meta
-
-
 @pytest.mark.gpu
-@pytest.mark.parametrize("buffer", [False, True])
-def test_a_move_to_the_gpu_between_forward_and_backward_loses_no_gradient(buffer: bool) -> None:
+def test_a_move_to_the_gpu_between_forward_and_backward_loses_no_gradient() -> None:
     module, x = linear(DIM, DIM, dtype=torch.float32), randn(3, DIM, dtype=torch.float32)
     weight = module.weight
-    if buffer:
-        weight.main_grad = torch.zeros(DIM, DIM)
     waiting = module(x).sum()
     (wanted,) = torch.autograd.grad(module(x).sum(), weight)
     module.cuda()
     waiting.backward()
     assert weight.device.type == "cuda"
     assert torch.equal(weight.grad.cpu(), wanted)
-    if buffer:
-        assert weight.main_grad.device.type == "cuda"
-        assert not weight.main_grad.any()
     weight.grad = None
     module(x.cuda()).sum().backward()
-    assert (weight.main_grad if buffer else weight.grad).any()
+    assert weight.grad.any()
 
 
 MOVES: dict[str, Any] = {
@@ -283,36 +262,27 @@ def test_a_move_under_inference_mode() -> None:
 def test_what_hangs_on_a_weight_stays_as_in_plain_pytorch(move: str) -> None:
     module = linear(DIM, DIM, dtype=torch.float32)
     seen: list[str] = []
-    weight, buffer = module.weight, torch.zeros(DIM, DIM)
-    weight.register_hook(lambda g: seen.append("no grad" if g is None else "grad"))
+    weight = module.weight
+    weight.register_hook(lambda g: seen.append("grad"))
     weight.register_post_accumulate_grad_hook(lambda p: seen.append("accumulated"))
-    weight.tag, weight.main_grad = "mine", buffer
+    weight.tag = "mine"
     MOVES[move](module)
     assert module.weight is weight
     assert isinstance(weight, BlockwiseFP8Weight)
     assert weight.tag == "mine"
-    assert weight.main_grad is buffer
     x = randn(3, DIM, dtype=weight.dtype)
     module(x).sum().backward()
-    assert buffer.any()
-    assert weight.grad is None
-    weight.main_grad = None
-    module(x).sum().backward()
     assert weight.grad is not None
-    assert seen == ["no grad", "accumulated", "grad", "accumulated"]
+    assert seen == ["grad", "accumulated"]
 
 
-def test_pickles_keep_attributes_and_main_grad() -> None:
-    module, ones, file = linear(DIM, DIM), torch.ones(DIM, DIM), io.BytesIO()
-    module.weight.tag, module.weight.main_grad = "mine", ones.clone()
+def test_pickles_keep_attributes() -> None:
+    module, file = linear(DIM, DIM), io.BytesIO()
+    module.weight.tag = "mine"
     torch.save(module, file)
     file.seek(0)
     for twin in (torch.load(file, weights_only=False), copy.deepcopy(module)):
         assert twin.weight.tag == "mine"
-        assert torch.equal(twin.weight.main_grad, ones)
-        twin(randn(3, DIM)).sum().backward()
-        assert not torch.equal(twin.weight.main_grad, ones)
-    assert torch.equal(module.weight.main_grad, ones)
 
 
 @pytest.mark.parametrize("recipe", [FP32_SCALES, POWER_OF_TWO], ids=lambda r: r.scale)
