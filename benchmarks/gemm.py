@@ -17,16 +17,16 @@ from blocktensor.ops.cast.ops import quantize_columnwise, quantize_rowwise
 from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_128X128, BlockFormat, Quantized
 from blocktensor.ops.gemm import choose_backend
 from blocktensor.ops.gemm.choose_backend import GemmBackend, GemmProblem
-from blocktensor.ops.gemm.ops import gemm, gemm_add_
+from blocktensor.ops.gemm.ops import gemm
 from blocktensor.ops.scale_layouts import columnwise_width
 
 from . import peers
 from .shapes import SET_S, SMALL, Shape
 from .timing import Maker, times_of
 
-KINDS = ("fprop", "wgrad", "wgrad_add", "square", "square_add")
+KINDS = ("fprop", "wgrad", "square")
 """1x128 by 128x128 to bf16 (dgrad is this with N and K exchanged); the weight gradient, 1x128 by
-1x128, to bf16; the same added to fp32; both with x in 128x128 blocks."""
+1x128; the same with x in 128x128 blocks."""
 
 QUICK: dict[str, Any] = {"shapes": (SMALL,), "rounds": 6}
 """The arguments of a smoke run."""
@@ -53,27 +53,16 @@ class Case:
         return self.m * (self.n + self.k)
 
     @property
-    def adds(self) -> bool:
-        """True if the result is added to fp32."""
-        return self.kind.endswith("_add")
-
-    @property
     def b_format(self) -> BlockFormat:
         """The format of the right operand."""
-        return BLOCKS_1X128 if self.kind.startswith("wgrad") else BLOCKS_128X128
+        return BLOCKS_1X128 if self.kind == "wgrad" else BLOCKS_128X128
 
-    @property
-    def out_dtype(self) -> torch.dtype:
-        return torch.float32 if self.adds else torch.bfloat16
-
-    def problem(self, accumulate: bool) -> GemmProblem:
+    def problem(self) -> GemmProblem:
         """Return the problem that the choice of backend sees."""
         device = torch.device("cuda", torch.cuda.current_device())
         tokens = columnwise_width(self.m, self.b_format)
         sizes = (self.m, self.n, self.k) if self.kind == "fprop" else (self.n, self.k, tokens)
-        return GemmProblem(
-            *sizes, BLOCKS_1X128, self.b_format, self.out_dtype, device, accumulate=accumulate
-        )
+        return GemmProblem(*sizes, BLOCKS_1X128, self.b_format, torch.bfloat16, device)
 
 
 class Inputs(NamedTuple):
@@ -102,63 +91,49 @@ def make_inputs(case: Case) -> Inputs:
         a, rows = quantize_columnwise(g, BLOCKS_1X128), quantize_columnwise(x, BLOCKS_1X128)
         b = quantize_columnwise(x, case.b_format)
         left, right = g.t(), x
-    out = torch.zeros(a.data.shape[0], b.data.shape[0], dtype=case.out_dtype, device="cuda")
+    out = torch.zeros(a.data.shape[0], b.data.shape[0], dtype=torch.bfloat16, device="cuda")
     return Inputs(left, right, a, b, out, rows)
 
 
 def ours(case: Case) -> dict[str, Maker]:
     """The public op, then every backend that takes this shape; they may not fail."""
-    adds = case.adds
-    makers: dict[str, Maker] = {}
-    if adds:
-        makers["blocktensor"] = lambda i: lambda: gemm_add_(i.out, i.a, i.b)
-    else:
-        makers["blocktensor"] = lambda i: lambda: gemm(i.a, i.b, None, case.out_dtype)
+    makers: dict[str, Maker] = {"blocktensor": lambda i: lambda: gemm(i.a, i.b)}
+    problem = case.problem()
     for backend in choose_backend.GEMM_BACKENDS:
-        # cuBLAS cannot add: its plain fp32 product is the peer of ours
-        problem = case.problem(adds and backend.name != "cublas")
         if backend.name == "reference" or backend.unusable(problem.device):
             continue
         if backend.declines(problem) is None:
-            makers[backend.name] = _backend(backend, problem)
+            makers[backend.name] = _backend(backend)
     return makers
 
 
-def _backend(backend: GemmBackend, problem: GemmProblem) -> Maker:
-    run = backend.function("gemm_add_" if problem.accumulate else "gemm")
+def _backend(backend: GemmBackend) -> Maker:
+    run = backend.function("gemm")
     assert run is not None
-    if problem.accumulate:
-        return lambda i: lambda: run(i.out, i.a, i.b)
-    return lambda i: lambda: run(i.a, i.b, None, problem.out_dtype)
+    return lambda i: lambda: run(i.a, i.b, None, torch.bfloat16)
 
 
 def others(case: Case) -> dict[str, Maker]:
     """Peers that are here; one that fails on a shape is named in the row's note."""
     one = torch.ones((), device="cuda")
-    dtype = case.out_dtype
+    dtype = torch.bfloat16
     makers: dict[str, Maker] = {
         "tensorwise": lambda i: (
             lambda: torch._scaled_mm(
                 i.a.data, i.b.data.t(), one, one, out_dtype=dtype, use_fast_accum=True
             )
-        )
+        ),
+        "bf16": lambda i: lambda: torch.mm(i.left, i.right),
     }
-    if not case.adds:
-        makers["bf16"] = lambda i: lambda: torch.mm(i.left, i.right)
-    if case.kind.startswith("square"):  # what a linear runs without the option
+    if case.kind == "square":  # what a linear runs without the option
         cublas = choose_backend.gemm_backend("cublas").function("gemm")
         assert cublas is not None
-        makers["1x128"] = lambda i: (
-            (lambda: gemm_add_(i.out, i.a, i.rows))
-            if case.adds
-            else (lambda: gemm(i.a, i.rows, None, dtype))
-        )
+        makers["1x128"] = lambda i: lambda: gemm(i.a, i.rows)
         makers["cublas_1x128"] = lambda i: lambda: cublas(i.a, i.rows, None, dtype)
     if peers.present("torchao"):
         makers["torchao"] = lambda i: peers.torchao_gemm(i.a, i.b, dtype)
-    if peers.present("deepgemm") and case.kind in ("fprop", "wgrad_add"):
-        deepgemm = peers.deepgemm_fprop if case.kind == "fprop" else peers.deepgemm_add
-        makers["deepgemm"] = lambda i: deepgemm(i.a, i.b, i.out)
+    if peers.present("deepgemm") and case.kind == "fprop":
+        makers["deepgemm"] = lambda i: peers.deepgemm_fprop(i.a, i.b, i.out)
     return makers
 
 
@@ -175,7 +150,7 @@ def _row(case: Case, rates: dict[str, float], note: str) -> dict[str, Any]:
         "m": case.m,
         "n": case.n,
         "k": case.k,
-        "backend": choose_backend.choose_gemm(case.problem(case.adds)).name,
+        "backend": choose_backend.choose_gemm(case.problem()).name,
         **{name: round(rate, 1) for name, rate in rates.items()},
     }
     ratios = {"vs_cublas": "cublas", "vs_bf16": "bf16", "of_limit": "tensorwise"}

@@ -29,22 +29,17 @@ from blocktensor.ops.formats import (
     BlockFormat,
     Quantized,
 )
-from blocktensor.ops.gemm.ops import gemm, gemm_add_
+from blocktensor.ops.gemm.ops import gemm
 from blocktensor.ops.grouped_gemm.choose_backend import GroupedProblem, choose_grouped
-from blocktensor.ops.grouped_gemm.ops import (
-    grouped_gemm,
-    grouped_gemm_wgrad,
-    grouped_gemm_wgrad_add_,
-)
+from blocktensor.ops.grouped_gemm.ops import grouped_gemm, grouped_gemm_wgrad
 
 from . import peers
 from .shapes import GROUPED, SMALL_GROUPED, GroupedShape, group_sizes
 from .timing import Maker, times_of
 
-KINDS = ("fprop", "wgrad", "wgrad_add", "cast", "square", "square_add", "square_cast")
-"""``[T, K] x [E, N, K]`` to bf16 (dgrad is this with N and K exchanged); ``[E, N, K]`` to bf16; the
-same added to fp32; both forms of ``[T, K]``; these three with the columnwise form of x in 128x128
-blocks."""
+KINDS = ("fprop", "wgrad", "cast", "square", "square_cast")
+"""``[T, K] x [E, N, K]`` to bf16 (dgrad is this with N and K exchanged); ``[E, N, K]`` to bf16;
+both forms of ``[T, K]``; these two with the columnwise form of x in 128x128 blocks."""
 
 GROUPS = {"aligned": BLOCK, "ragged": 1}
 """The sizes of groups are multiples of this."""
@@ -77,11 +72,6 @@ class Case:
         return self.kind.endswith("cast")
 
     @property
-    def adds(self) -> bool:
-        """True if the result is added to fp32."""
-        return self.kind.endswith("_add")
-
-    @property
     def x_columnwise(self) -> BlockFormat:
         """The format of the columnwise form of x."""
         return BLOCKS_128X128 if self.kind.startswith("square") else BLOCKS_1X128
@@ -110,10 +100,6 @@ class Case:
             return (self.tokens + self.experts * self.n) * self.k
         return self.tokens * (self.n + self.k)
 
-    @property
-    def out_dtype(self) -> torch.dtype:
-        return torch.float32 if self.adds else torch.bfloat16
-
     def problem(self, device: torch.device) -> GroupedProblem:
         """Return the problem that the choice of backend sees."""
         is_fprop = self.kind == "fprop"
@@ -121,16 +107,15 @@ class Case:
             "gemm" if is_fprop else "wgrad",
             *(self.tokens, self.n, self.k, self.experts),
             *(BLOCKS_1X128, BLOCKS_128X128 if is_fprop else self.x_columnwise),
-            self.out_dtype,
+            torch.bfloat16,
             device,
-            accumulate=self.adds,
         )
 
 
 class Inputs(NamedTuple):
     """One set of operands: of the bf16 product, the grouped FP8 one, and the dense one.
 
-    ``out`` is what a product adds to or writes, ``dense_out`` what the dense one adds to.
+    ``out`` is what a peer writes.
     """
 
     left: Tensor
@@ -141,7 +126,6 @@ class Inputs(NamedTuple):
     dense_a: Quantized
     dense_b: Quantized
     out: Tensor
-    dense_out: Tensor
 
 
 def make_inputs(case: Case, device: torch.device | str = "cuda") -> Inputs:
@@ -151,25 +135,23 @@ def make_inputs(case: Case, device: torch.device | str = "cuda") -> Inputs:
         return torch.randn(shape, device=device, dtype=torch.bfloat16)
 
     def empty(*shape: int) -> Tensor:
-        return torch.zeros(shape, device=device, dtype=case.out_dtype)
+        return torch.zeros(shape, device=device, dtype=torch.bfloat16)
 
     offs = torch.tensor(list(accumulate(case.sizes)), dtype=torch.int32, device=device)
     x = randn(case.tokens, case.k)
     if case.is_cast:
-        form, nothing = quantize_rowwise(x, BLOCKS_1X128), empty(0)
-        return Inputs(x, x, offs, form, form, form, form, nothing, nothing)
+        form = quantize_rowwise(x, BLOCKS_1X128)
+        return Inputs(x, x, offs, form, form, form, form, empty(0))
     if case.kind == "fprop":
         w = randn(case.experts, case.n, case.k)
         a, b = quantize_rowwise(x, BLOCKS_1X128), quantize_rowwise(w, BLOCKS_128X128)
         first = Quantized(b.data[0], b.scale[0], b.format)
-        out = empty(case.tokens, case.n)
-        return Inputs(x, w.transpose(1, 2), offs, a, b, a, first, out, out)
+        return Inputs(x, w.transpose(1, 2), offs, a, b, a, first, empty(case.tokens, case.n))
     g = randn(case.tokens, case.n)
     formats = ((g, BLOCKS_1X128), (x, case.x_columnwise))
     a, b = (quantize_grouped_columnwise(t, offs, format) for t, format in formats)
     dense_a, dense_b = (quantize_columnwise(t, format) for t, format in formats)
-    out = empty(case.experts, case.n, case.k)
-    return Inputs(g.t(), x, offs, a, b, dense_a, dense_b, out, empty(case.n, case.k))
+    return Inputs(g.t(), x, offs, a, b, dense_a, dense_b, empty(0))
 
 
 def ours(case: Case) -> dict[str, Maker]:
@@ -182,14 +164,7 @@ def ours(case: Case) -> dict[str, Maker]:
             ),
             "dense": lambda i: lambda: quantize_both(i.left, rows, col),
         }
-    if case.adds:
-        return {
-            "blocktensor": lambda i: (
-                lambda: grouped_gemm_wgrad_add_(i.out, i.a, i.b, i.offs, case.tokens)
-            ),
-            "dense": lambda i: lambda: gemm_add_(i.dense_out, i.dense_a, i.dense_b),
-        }
-    dense: Maker = lambda i: lambda: gemm(i.dense_a, i.dense_b, None, case.out_dtype)  # noqa: E731
+    dense: Maker = lambda i: lambda: gemm(i.dense_a, i.dense_b)  # noqa: E731
     if case.kind != "fprop":
         return {
             "blocktensor": lambda i: lambda: grouped_gemm_wgrad(i.a, i.b, i.offs, case.tokens),
@@ -199,16 +174,13 @@ def ours(case: Case) -> dict[str, Maker]:
 
 
 def others(case: Case) -> dict[str, Maker]:
-    """Peers that are here and take such groups. That of bf16 does not add, which is less work."""
+    """Peers that are here and take such groups."""
     makers: dict[str, Maker] = {}
     if case.is_cast:
         return makers
     makers["bf16"] = lambda i: lambda: torch._grouped_mm(i.left, i.right, offs=i.offs)
-    if peers.present("deepgemm") and case.groups == "aligned":
-        if case.kind == "fprop":
-            makers["deepgemm"] = lambda i: peers.deepgemm_grouped(i.a, i.b, case.sizes, i.out)
-        elif case.kind == "wgrad_add":
-            makers["deepgemm"] = lambda i: peers.deepgemm_grouped_add(i.a, i.b, case.sizes, i.out)
+    if peers.present("deepgemm") and case.groups == "aligned" and case.kind == "fprop":
+        makers["deepgemm"] = lambda i: peers.deepgemm_grouped(i.a, i.b, case.sizes, i.out)
     return makers
 
 

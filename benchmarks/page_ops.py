@@ -9,7 +9,7 @@ from .page_parts import Content, image, not_installed, section, shape_of, source
 from .results import Row, columns, geometric_mean, ratios, select
 from .shapes import label_of_experts
 
-_KINDS = {"fprop": "forward", "wgrad": "weight gradient", "wgrad_add": "added to fp32"}
+_KINDS = {"fprop": "forward", "wgrad": "weight gradient"}
 _OTHER_PEERS = {"bf16": "bf16", "DeepGEMM": "deepgemm", "torchao's Triton kernels": "torchao"}
 _PRECISIONS = {"bfloat16": ", bf16", "float32": ", fp32"}
 _WITHOUT_FORMS = ("1 / rms", "RMS norm backward")

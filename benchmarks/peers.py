@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from blocktensor.ops.formats import BLOCK, Quantized
+from blocktensor.ops.formats import Quantized
 
 from .timing import Call
 
@@ -109,15 +109,6 @@ def deepgemm_fprop(a: Quantized, b: Quantized, out: Tensor) -> Call:
     )
 
 
-def deepgemm_add(a: Quantized, b: Quantized, out: Tensor) -> Call:
-    """A call of DeepGEMM's 1x128 by 1x128 product, added to fp32 ``out``."""
-    module: Any = _load(MODULES["deepgemm"])
-    left, right = (a.data, a.scale), (b.data, b.scale)
-    return lambda: module.fp8_gemm_nt(
-        left, right, out, c=out, recipe=(1, 1, 128), disable_ue8m0_cast=True
-    )
-
-
 def deepgemm_grouped(a: Quantized, b: Quantized, sizes: Sequence[int], out: Tensor) -> Call:
     """A call of DeepGEMM's grouped 1x128 by 128x128 product into ``out[T, N]``.
 
@@ -130,25 +121,4 @@ def deepgemm_grouped(a: Quantized, b: Quantized, sizes: Sequence[int], out: Tens
     left, right = (a.data, a.scale), (b.data, b.scale.contiguous())
     return lambda: module.m_grouped_fp8_gemm_nt_contiguous(
         left, right, out, group_of_row, disable_ue8m0_cast=True
-    )
-
-
-def deepgemm_grouped_add(a: Quantized, b: Quantized, sizes: Sequence[int], out: Tensor) -> Call:
-    """A call of DeepGEMM's grouped 1x128 by 1x128 product, added to fp32 ``out[E, N, K]``.
-
-    Its groups are multiples of 128 tokens, and their sizes are known to the host.
-    """
-    module: Any = _load(MODULES["deepgemm"])
-    total = sum(sizes)
-
-    def flat(x: Quantized) -> tuple[Tensor, Tensor]:
-        """The matrices ``[rows, tokens]`` of all groups, one after the other."""
-        groups = x.data[:, :total].view(torch.uint8).split(list(sizes), dim=1)
-        data = torch.cat([group.flatten() for group in groups]).view(x.data.dtype)
-        return data, x.scale[:, : total // BLOCK]
-
-    left, right = flat(a), flat(b)
-    on_device = torch.tensor(sizes, dtype=torch.int32, device=out.device)
-    return lambda: module.k_grouped_fp8_gemm_nt_contiguous(
-        left, right, out, list(sizes), on_device, out, recipe=(1, 1, BLOCK)
     )

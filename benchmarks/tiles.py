@@ -20,13 +20,13 @@ from torch import Tensor
 from blocktensor.ops.devices import H200, card
 from blocktensor.ops.formats import BLOCK, num_blocks
 from blocktensor.ops.gemm.choose_backend import gemm_backend
-from blocktensor.ops.gemm.hopper.tiles import ADDED, CUBLAS, FILE, TILES, Speed, speeds
+from blocktensor.ops.gemm.hopper.tiles import CUBLAS, FILE, TILES, Speed, speeds
 
 from .gemm import Case, Inputs, make_inputs
 from .shapes import SET_S, Shape
 from .timing import Maker, graph_repeats, graphed, round_robin
 
-KINDS = {"fprop": BLOCK, "wgrad": 1, "wgrad_add": 1}
+KINDS = {"fprop": BLOCK, "wgrad": 1}
 """The products that are measured, and the rows of B that share a scale."""
 
 SHAPES: tuple[Shape, ...] = (
@@ -61,8 +61,7 @@ def _tile(name: str) -> Maker:
     from blocktensor.ops.gemm.hopper.launch import plan_gemm
 
     def make(i: Inputs) -> Any:
-        added = name.endswith(ADDED)
-        launch = plan_gemm(i.a, i.b, None, i.out, added, TILES[name.removesuffix(ADDED)])
+        launch = plan_gemm(i.a, i.b, None, i.out, TILES[name])
         return lambda: launch()
 
     return make
@@ -76,16 +75,14 @@ def _cublas(i: Inputs) -> Any:
 
 def _names(kind: str) -> list[str]:
     """The kernels of a kind, as tiles.json calls them."""
-    added = ADDED if kind == "wgrad_add" else ""
-    return [name + added for name, tile in TILES.items() if tile.b_block == KINDS[kind]]
+    return [name for name, tile in TILES.items() if tile.b_block == KINDS[kind]]
 
 
 def _times(case: Case, rounds: int) -> dict[str, float]:
     """Microseconds of each kernel on one shape."""
     inputs = make_inputs(case)
     makers: dict[str, Maker] = {name: _tile(name) for name in _names(case.kind)}
-    problem = case.problem(case.kind == "wgrad_add")
-    if gemm_backend("cublas").declines(problem) is None:
+    if gemm_backend("cublas").declines(case.problem()) is None:
         makers[CUBLAS[KINDS[case.kind]]] = _cublas
     repeats = graph_repeats(case.flops)
     timed = {name: [graphed(make(inputs), repeats=repeats)] for name, make in makers.items()}
@@ -130,7 +127,7 @@ def measure(shapes: tuple[Shape, ...] = SHAPES, rounds: int = 6) -> Iterator[dic
         cases = [Case(kind, *shape) for shape in shapes]
         times = [_times(case, rounds) for case in cases]
         for name in times[0]:
-            known = [(c.problem(False), t[name]) for c, t in zip(cases, times, strict=True)]
+            known = [(c.problem(), t[name]) for c, t in zip(cases, times, strict=True)]
             problems = [(p.m, p.n, p.k) for p, _ in known]
             us = [t for _, t in known]
             speed = fit(speeds(H200.name)[name], problems, us, count)

@@ -22,11 +22,9 @@ DENSE: tuple[tuple[str, Shape], ...] = (
     ("wgrad", (4096, 2048, 7168)),
     ("wgrad", (4096, 10944, 2048)),
     ("wgrad", (4096, 4096, 4096)),
-    ("wgrad_add", (8192, 8192, 8192)),
-    ("wgrad_add", (4096, 2048, 7168)),
 )
 GROUPED: tuple[GroupedShape, ...] = ((64, 45952, 2816, 2048), (8, 34816, 4096, 7168))
-GROUPED_KINDS = ("fprop", "wgrad", "wgrad_add")
+GROUPED_KINDS = ("fprop", "wgrad")
 
 QUICK: dict[str, Any] = {"dense": DENSE[4:5], "groups": (), "rounds": 3}
 

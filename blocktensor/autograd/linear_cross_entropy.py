@@ -25,7 +25,7 @@ from ..ops import checks
 from ..ops.cast.ops import quantize_forms
 from ..ops.cross_entropy import ops, reference
 from ..ops.formats import BLOCK, Quantized, ceil_div
-from ..ops.gemm.ops import gemm, gemm_add_
+from ..ops.gemm.ops import gemm
 from ..recipe import Recipe
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
@@ -242,8 +242,7 @@ def _sum_wgrad(
     if x_col is None:  # Recipe(wgrad_input="high_precision")
         assert grad is not None
         made = wgrad_in_high_precision(grad, x, dtype)
-        return made if dw is None else dw.add_(made)
-    assert g_col is not None
-    if dw is None:
-        return gemm(g_col, x_col, None, dtype)
-    return gemm_add_(dw, g_col, x_col)
+    else:
+        assert g_col is not None
+        made = gemm(g_col, x_col, None, dtype)
+    return made if dw is None else dw.add_(made)

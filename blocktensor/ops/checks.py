@@ -113,24 +113,6 @@ def gemm_operands(a: Quantized, b: Quantized, bias: Tensor | None = None, b_ndim
     fit(bias is None or (bias.shape, bias.device) == (b.data.shape[:-1], device))
 
 
-def sum_output(
-    out: Tensor, a: Quantized, shape: tuple[int, ...], name: str, whole: bool = False
-) -> None:
-    """Check that the op ``name`` can add a product of ``a`` to ``out``, fp32 of this shape.
-
-    Its rows must be contiguous; if ``whole``, all of it.
-    """
-    same_device(a.data, out, "operand a", "the output")
-    if out.dtype != float32:
-        raise TypeError(f"{name} adds into torch.float32, got an output of {out.dtype}")
-    rows_fit = out.stride(-1) == 1 or shape[-1] <= 1
-    if tuple(out.shape) != shape or not (out.is_contiguous() if whole else rows_fit):
-        raise ValueError(
-            f"{name} needs {'a contiguous output' if whole else 'an output with contiguous rows'} "
-            f"{list(shape)}, got {list(out.shape)} with strides {out.stride()}"
-        )
-
-
 def bias_of(bias: Tensor, shape: Sequence[int], x: Tensor, what: str) -> None:
     """Check that ``bias`` has this shape and is on the device of ``x``."""
     same_device(x, bias, what, "the bias")

@@ -40,11 +40,10 @@ def op(
     decide: Callable[..., Callable[..., Any]] | None = None,
     formats: Callable[..., Any] | None = None,
     flops: Callable[..., int] | None = None,
-    mutates: str | None = None,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Register an op and return the function that runs it.
 
-    All but the last are functions of the op's arguments.
+    All are functions of the op's arguments.
 
     Args:
         backend: returns the backend whose function of the op's name runs the call.
@@ -53,11 +52,10 @@ def op(
         formats: returns the formats of the result, nested as it is; by default, the i-th result
             has the i-th format among the arguments, or the last.
         flops: returns the FLOPs; tensors are shapes.
-        mutates: the first parameter, which is written to and returned.
     """
 
     def declare(fake: Callable[P, R]) -> Callable[P, R]:
-        name, schema = fake.__name__, _Schema(fake, mutates)
+        name, schema = fake.__name__, _Schema(fake)
         formats_of = formats or schema.formats_of_arguments
 
         def checked(*args: Any) -> Callable[..., Any]:
@@ -72,7 +70,7 @@ def op(
             if check is not None:
                 check(*args)
             made = registered(*schema.flat(args))
-            if made is None or isinstance(made, Tensor):
+            if isinstance(made, Tensor):
                 return made
             return _formed(formats_of(*args), iter(made))
 
@@ -85,18 +83,14 @@ def op(
 
         OPS[name] = table = Specialized(checked, dispatch)
         registered = torch.library.custom_op(
-            f"blocktensor::{name}",
-            compute,
-            mutates_args=(mutates,) if mutates else (),
-            schema=schema.text,
+            f"blocktensor::{name}", compute, mutates_args=(), schema=schema.text
         )
-        if not mutates:
-            _skip_layers(name, compute)
+        _skip_layers(name, compute)
         make: Callable[..., Any] = fake
         registered.register_fake(lambda *flat: schema.tensors(make(*schema.arguments(flat))))
         if flops is not None:
             register_flop_formula(getattr(torch.ops.blocktensor, name))(counted)
-        return _called(fake, table, mutates or "made")
+        return _called(fake, table)
 
     return declare
 
@@ -142,14 +136,14 @@ def unregistered(
     return Specialized(lambda *args: runner(backend(*args), reference.__name__), reference)
 
 
-def _called(fake: Callable[P, R], table: Specialized[Any], returned: str) -> Callable[P, R]:
+def _called(fake: Callable[P, R], table: Specialized[Any]) -> Callable[P, R]:
     """Return a function with the signature of ``fake`` that calls ``table``.
 
     It is compiled from text, so that Python itself adds defaults and takes keywords: eager calls
     cost host time. Its frames have the name, file and line of ``fake``.
     """
     names, code = ", ".join(inspect.signature(fake).parameters), fake.__code__
-    text = f"def {fake.__name__}({names}): made = run({names}); return {returned}"
+    text = f"def {fake.__name__}({names}): return run({names})"
     scope: dict[str, Any] = {"run": table.__call__}
     exec(compile("\n" * (code.co_firstlineno - 1) + text, code.co_filename, "exec"), scope)
     call: Any = scope[fake.__name__]
@@ -170,15 +164,14 @@ class _Schema:
         bool: "bool", str: "str",
     }  # fmt: skip
 
-    def __init__(self, declared: Callable[..., Any], mutates: str | None) -> None:
+    def __init__(self, declared: Callable[..., Any]) -> None:
         self._kinds = get_type_hints(declared)
-        returned = self._kinds.pop("return")
-        self._returned = NoneType if mutates else returned
+        self._returned = self._kinds.pop("return")
         parameters = inspect.signature(declared).parameters.values()
         self._defaults = {x.name: x.default for x in parameters}
-        self.text = f"({', '.join(self._parameters(mutates))}) -> {self._results()}"
+        self.text = f"({', '.join(self._parameters())}) -> {self._results()}"
 
-    def _parameters(self, mutates: str | None) -> list[str]:
+    def _parameters(self) -> list[str]:
         operands = [*self._kinds.values()].count(Quantized)
         listed: list[str] = []
         has_default = True  # so have all parameters after it
@@ -194,13 +187,10 @@ class _Schema:
                 if optional:
                     (kind,) = (x for x in get_args(kind) if x is not NoneType)
                 written = "str" if get_origin(kind) is Literal else self._TYPES[kind]
-                mark = "(a!)" if name == mutates else "?" if optional else ""
-                listed.append(f"{written}{mark} {name}" + f"={default}" * has_default)
+                listed.append(f"{written}{'?' * optional} {name}" + f"={default}" * has_default)
         return listed[::-1]
 
     def _results(self) -> str:
-        if self._returned is NoneType:
-            return "()"
         if self._returned is Tensor:
             return "Tensor"
         if any(part is not Quantized for part in self._parts):
@@ -240,8 +230,6 @@ class _Schema:
 
     def tensors(self, made: Any) -> Any:
         """Return the result of the registered op, of that of the function."""
-        if self._returned is NoneType:
-            return None
         if self._returned is Tensor:
             return made
         tensors = [x for form in _forms(made) for x in form[:2]]

@@ -152,15 +152,6 @@ def gemm(
     is exact before it is rounded: no bit depends on the order in which a machine adds, nor on other
     rows. So it is batch invariant in any case.
     """
-    return _gemm_fp32(a, b, bias).to(out_dtype)
-
-
-def gemm_add_(out: Tensor, a: Quantized, b: Quantized) -> None:
-    """Add ``A B^T``, summed in fp32 first, to ``out[M, N]``, which is fp32."""
-    out += _gemm_fp32(a, b, None)
-
-
-def _gemm_fp32(a: Quantized, b: Quantized, bias: Tensor | None) -> Tensor:
     m, n, k = len(a.data), len(b.data), min(a.data.shape[1], b.data.shape[1])
     row_scale = a.scale.repeat_interleave(a.format.rows, 0)[:m]  # [M, K/cols]
     col_scale = b.scale.repeat_interleave(b.format.rows, 0)[:n]  # [N, K/cols]
@@ -174,7 +165,7 @@ def _gemm_fp32(a: Quantized, b: Quantized, bias: Tensor | None) -> Tensor:
         partial *= row_scale[:, first // a.format.cols, None]
         partial *= col_scale[:, first // b.format.cols]
         acc += partial
-    return acc if bias is None else acc.add_(bias.float())
+    return (acc if bias is None else acc.add_(bias.float())).to(out_dtype)
 
 
 def group_ranges(offs: Tensor, rows: int) -> list[tuple[int, int]]:
@@ -249,25 +240,18 @@ def grouped_gemm_wgrad(
     without tokens gives zeros.
     """
     shape = len(offs), a.data.shape[0], b.data.shape[0]
-    out = torch.zeros(shape, dtype=torch.float32, device=a.data.device)
-    grouped_gemm_wgrad_add_(out, a, b, offs, tokens)
-    return out.to(out_dtype)
-
-
-def grouped_gemm_wgrad_add_(
-    out: Tensor, a: Quantized, b: Quantized, offs: Tensor, tokens: int
-) -> None:
-    """Add :func:`grouped_gemm_wgrad` to ``out[E, N, K]``, which is fp32."""
+    out = torch.zeros(shape, dtype=out_dtype, device=a.data.device)
     first = 0
     for e, (begin, end) in enumerate(group_ranges(offs, tokens)):
         last = first + ceil_div(end - begin, BLOCK)
-        of_group = (
+        left, right = (
             Quantized(x.data[:, first * BLOCK : last * BLOCK], x.scale[:, first:last], x.format)
             for x in (a, b)
         )
         if first < last:
-            gemm_add_(out[e], *of_group)
+            out[e] = gemm(left, right, None, out_dtype)
         first = last
+    return out
 
 
 def shard_amax(x: Tensor, format: BlockFormat, row: int, col: int) -> Tensor:

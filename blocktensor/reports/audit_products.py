@@ -39,10 +39,8 @@ class Product(NamedTuple):
 
 _LEFT_OPERAND = {
     ours.gemm: 0,
-    ours.gemm_add_: 1,
     ours.grouped_gemm: 0,
     ours.grouped_gemm_wgrad: 0,
-    ours.grouped_gemm_wgrad_add_: 1,
     **{
         getattr(aten, name): index
         for index, names in (
@@ -55,8 +53,6 @@ _LEFT_OPERAND = {
 }
 """Matmuls of ``[..., M, K]`` by ``[..., K, N]``: the position of the left operand."""
 
-_WGRADS = (ours.gemm_add_, ours.grouped_gemm_wgrad, ours.grouped_gemm_wgrad_add_)
-
 _COLUMNWISE = {
     ours.quantize_both: (2,),
     ours.quantize_columnwise: (0,),
@@ -65,9 +61,6 @@ _COLUMNWISE = {
 
 _PRODUCERS = {ours.gated: 3, ours.gated_backward: 4, ours.joint_gated_backward: 3}
 """Ops that cast what they compute: the place of the rowwise format's name; columnwise is next."""
-
-_CONTRACTION = {ours.grouped_gemm_wgrad: 7, ours.grouped_gemm_wgrad_add_: 8}
-"""Where the operand is wider than what is contracted: the number of tokens."""
 
 _ATTENTION = {
     *(packet for packet in flop_registry if "attention" in str(packet)),
@@ -157,18 +150,16 @@ def hides_products(func: Any) -> bool:
 
 def _of_matrices(packet: Any, left: int, args: Sequence[Any], out: Any) -> Product:
     a, b = args[left : left + 2]
-    if out is None:  # gemm_add_
-        out = args[0]
     *lead, k = a.shape
-    if packet in _CONTRACTION:
-        k = args[_CONTRACTION[packet]]
+    if packet is ours.grouped_gemm_wgrad:
+        k = args[7]  # tokens; the operands are wider
     m = lead[-1] if lead else 1
     n = out.shape[-1] if out.ndim > 1 else 1
     is_batched = a.ndim == b.ndim == 3
     batch = a.shape[0] if is_batched else 1
     return Product(
         *(batch, m, n, k, _precision(packet, a), 2 * batch * m * n * k),
-        is_wgrad=packet in _WGRADS,
+        is_wgrad=packet is ours.grouped_gemm_wgrad,
         is_batched=is_batched,
     )
 

@@ -16,11 +16,10 @@ from torch import Generator
 from blocktensor.ops import checks, formats
 from blocktensor.ops.cast import ops as casts
 from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_1X128_POW2, BlockFormat, Quantized
-from blocktensor.ops.gemm.ops import gemm, gemm_add_
+from blocktensor.ops.gemm.ops import gemm
 from blocktensor.ops.grouped_gemm.ops import (
     grouped_gemm,
     grouped_gemm_wgrad,
-    grouped_gemm_wgrad_add_,
 )
 from blocktensor.ops.producers import ops
 from tests.support.groups import columnwise, ends, stack
@@ -71,32 +70,12 @@ def test_operands_of_gemms() -> None:
     ]
     gemm(A, B)  # an accepted kind lets no other pass
     misfits(*(partial(gemm, *operands) for operands in wrong))
-    misfits(partial(gemm_add_, torch.zeros(3, 5), *wrong[-4][:2]))
 
 
 @pytest.mark.parametrize("ks", [(130, 144), (144, 130), (130, 130), (1, 16), (0, 0)], ids=str)
 def test_one_side_may_be_filled_up_with_zeros(ks: tuple[int, int]) -> None:
     a, b = (operand(3, k, 1, RNG) for k in ks)
     checks.gemm_operands(a, b)
-
-
-def test_outputs_that_products_are_added_to() -> None:
-    out = torch.zeros(3, 5)
-    assert_expected_inline(
-        refused(
-            lambda: gemm_add_(out.bfloat16(), A, B),
-            lambda: gemm_add_(torch.zeros(5, 3), A, B),
-            lambda: gemm_add_(torch.zeros(5, 3).t(), A, B),
-            lambda: gemm_add_(out.to("meta"), A, B),
-        ),
-        """\
-TypeError: gemm_add_ adds into torch.float32, got an output of torch.bfloat16
-ValueError: gemm_add_ needs an output with contiguous rows [3, 5], got [5, 3] with strides (3,
-  1)
-ValueError: gemm_add_ needs an output with contiguous rows [3, 5], got [3, 5] with strides (1,
-  3)
-ValueError: operand a is on cpu and the output on meta: move them to one device""",
-    )
 
 
 ROWS_ONLY: list[Any] = [casts.quantize_rowwise, casts.quantize_columnwise, casts.quantize_both]
@@ -148,13 +127,11 @@ def test_formats_of_casts(device: str) -> None:
 
 
 def test_group_ends() -> None:
-    sum_of = torch.zeros(2, 130, 200)
     runs: list[Callable[[torch.Tensor], object]] = [
         lambda offs: casts.quantize_grouped(X, offs, ROW),
         lambda offs: casts.quantize_grouped_columnwise(X, offs, ROW),
         lambda offs: grouped_gemm(TOKENS, EXPERTS, offs),
         lambda offs: grouped_gemm_wgrad(G_COL, X_COL, offs, 40),
-        lambda offs: grouped_gemm_wgrad_add_(sum_of, G_COL, X_COL, offs, 40),
         lambda offs: ops.gated(X, X, "silu", ROW, None, offs),
     ]
     wrong = (OFFS.long(), OFFS[:0], OFFS[None], OFFS[0])
@@ -179,7 +156,6 @@ ValueError: operand a is on cpu and offs on meta: move them to one device""",
 
 def test_grouped_products() -> None:
     matrix = Quantized(EXPERTS.data[0], EXPERTS.scale[0], SQUARES)
-    out, wide = torch.zeros(2, 130, 200), torch.zeros(2, 130, 208)
     misfits(
         lambda: grouped_gemm(TOKENS, matrix, OFFS),
         lambda: grouped_gemm(EXPERTS, EXPERTS, OFFS),
@@ -190,22 +166,6 @@ def test_grouped_products() -> None:
         lambda: grouped_gemm(TOKENS._replace(scale=TOKENS.scale.double()), EXPERTS, OFFS),
         lambda: grouped_gemm_wgrad(G_COL, X_COL, OFFS, 300),
         lambda: grouped_gemm_wgrad(G_COL, X_COL, OFFS[:1], 10),
-    )
-    assert_expected_inline(
-        refused(
-            lambda: grouped_gemm_wgrad_add_(out.bfloat16(), G_COL, X_COL, OFFS, 40),
-            lambda: grouped_gemm_wgrad_add_(torch.zeros(2, 200, 130), G_COL, X_COL, OFFS, 40),
-            lambda: grouped_gemm_wgrad_add_(torch.zeros(2, 200, 130).mT, G_COL, X_COL, OFFS, 40),
-            lambda: grouped_gemm_wgrad_add_(wide[..., :200], G_COL, X_COL, OFFS, 40),
-        ),
-        """\
-TypeError: grouped_gemm_wgrad_add_ adds into torch.float32, got an output of torch.bfloat16
-ValueError: grouped_gemm_wgrad_add_ needs a contiguous output [2, 130, 200], got [2, 200, 130]
-  with strides (26000, 130, 1)
-ValueError: grouped_gemm_wgrad_add_ needs a contiguous output [2, 130, 200], got [2, 130, 200]
-  with strides (26000, 1, 130)
-ValueError: grouped_gemm_wgrad_add_ needs a contiguous output [2, 130, 200], got [2, 130, 200]
-  with strides (27040, 208, 1)""",
     )
 
 

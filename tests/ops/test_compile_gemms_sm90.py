@@ -43,12 +43,11 @@ def compiled(
     m: int = 4096,
     n: int = 2112,
     bias: bool = False,
-    add: bool = False,
     parts: int = 1,
 ) -> Resources:
     k, out = 7168, like(m * parts, n, dtype=dtype)
     a, b = cast_like(m, k), cast_like(n, k, rows=tile.b_block)
-    return compile_for_sm90(plan_gemm(a, b, like(n) if bias else None, out, add, tile, parts))
+    return compile_for_sm90(plan_gemm(a, b, like(n) if bias else None, out, tile, parts))
 
 
 def assert_as_written(tile: Tile, code: Resources) -> None:
@@ -81,21 +80,6 @@ def test_products(name: str, options: dict[str, Any]) -> None:
     assert_as_written(TILES[name], compiled(TILES[name], **options))
 
 
-@pytest.mark.parametrize("m", [1024, 40960])
-@pytest.mark.parametrize("name", TILES)
-def test_accumulation(name: str, m: int) -> None:
-    """Of few waves, staged; and of many, directly where the tile does so."""
-    tile = TILES[name]
-    code = compiled(tile, FP32, m=m, add=True)
-    assert_as_written(tile, code)
-    chunks = tile.rows * tile.cols * tile.width // 32 * tile.warpgroups
-    direct = m == 40960 and tile.b_block == 1 and not tile.turned
-    staged = tile.warpgroups * (tile.buffers // 2) if direct else chunks
-    assert code.sass.count("UTMAREDG") == staged
-    # 64 x 32 numbers of a chunk, two a thread at a time
-    assert code.sass.count("REDG.E.ADD.F32x2") == (chunks - staged) * 8
-
-
 def test_bias_and_masked_stores_get_a_tile_with_registers_to_spare() -> None:
     assert choose_tile(4096, 18431, 56, 128, H200, plain=True)[0].rows == 2
     assert choose_tile(4096, 18431, 56, 128, H200, plain=False)[0].rows == 1
@@ -126,9 +110,6 @@ def test_in_triton(
     a: Quantized, b: Quantized, bias: Tensor | None, dtype: torch.dtype, launches: Launches
 ) -> None:
     assert launches.compile(lambda: triton_gemm.gemm(a, b, bias, dtype)) == 1
-    if bias is not None:
-        wide = like(len(a.data), len(b.data) + 1, dtype=FP32)[:, :-1]
-        assert launches.compile(lambda: triton_gemm.gemm_add_(wide, a, b)) == 1
 
 
 EXPERTS, TOKENS, N, K = 8, 4001, 2816, 2048
@@ -155,22 +136,21 @@ def test_grouped_fprop(tile: Tile, dtype: torch.dtype, bias: bool, n: int) -> No
     assert_fits(tile, compile_for_sm90(plan_grouped_gemm(a, b, OFFS, added, out, tile, 132)))
 
 
-def wgrads() -> Iterator[tuple[Tile, torch.dtype, bool, int, int]]:
-    stored, added = tiles.ROWS + tiles.WGRAD_SQUARES, tiles.ADDED + tiles.ADDED_SQUARES
-    shapes = ((N, K), (N, 130), (2880, 2880), (1408, K))
-    for found, dtype, add, (n, k) in (
-        *itertools.product(stored, (BF16, FP32), (False,), shapes),
-        *itertools.product(added, (FP32,), (True,), ((N, K), (2880, K))),
-    ):
+def wgrads() -> Iterator[tuple[Tile, torch.dtype, int, int]]:
+    found_tiles, shapes = (
+        tiles.ROWS + tiles.WGRAD_SQUARES,
+        ((N, K), (N, 130), (2880,) * 2, (1408, K)),
+    )
+    for found, dtype, (n, k) in itertools.product(found_tiles, (BF16, FP32), shapes):
         if tiles.stores_fit(found.tile, n, k):
-            yield found.tile, dtype, add, n, k
+            yield found.tile, dtype, n, k
 
 
-@pytest.mark.parametrize(("tile", "dtype", "add", "n", "k"), [*wgrads()], ids=lambda x: str(x)[:40])
-def test_grouped_wgrad(tile: Tile, dtype: torch.dtype, add: bool, n: int, k: int) -> None:
+@pytest.mark.parametrize(("tile", "dtype", "n", "k"), [*wgrads()], ids=lambda x: str(x)[:40])
+def test_grouped_wgrad(tile: Tile, dtype: torch.dtype, n: int, k: int) -> None:
     a, b = cast_like(n, COLUMNS), cast_like(k, COLUMNS, rows=tile.b_block)
     out = like(EXPERTS, n, k, dtype=dtype)
-    assert_fits(tile, compile_for_sm90(plan_grouped_wgrad(a, b, OFFS, TOKENS, out, add, tile, 132)))
+    assert_fits(tile, compile_for_sm90(plan_grouped_wgrad(a, b, OFFS, TOKENS, out, tile, 132)))
 
 
 def grouped_in_triton() -> Iterator[Launch]:
@@ -181,7 +161,7 @@ def grouped_in_triton() -> Iterator[Launch]:
         dw = like(EXPERTS, N, K, dtype=dtype)
         for rows, other in ((1, 1), (1, 128), (128, 1)):
             a, b = cast_like(N, COLUMNS, rows=rows), cast_like(K, COLUMNS, rows=other)
-            yield triton_grouped.plan_grouped_wgrad(a, b, OFFS, TOKENS, dw, dtype == FP32)
+            yield triton_grouped.plan_grouped_wgrad(a, b, OFFS, TOKENS, dw)
 
 
 @pytest.mark.parametrize("launch", [*grouped_in_triton()], ids=range(8))

@@ -162,9 +162,9 @@ def passes() -> Iterator[Case]:
     """Sums of split products, and losses of logits."""
     for dtype, n in product(DTYPES, (576, 2048, 2049)):
         splits, out = like(7, 64, n, dtype=FP32), like(50, n, dtype=dtype)
-        with_bias = plan_sum(splits, like(n, dtype=dtype), out, False)
+        with_bias = plan_sum(splits, like(n, dtype=dtype), out)
         yield Case(f"sum with bias {dtype}, {n}", with_bias, spills=0)
-        yield Case(f"sum {dtype}, {n}", plan_sum(splits, None, out, dtype == FP32), spills=0)
+        yield Case(f"sum {dtype}, {n}", plan_sum(splits, None, out), spills=0)
     target = like(1024, dtype=torch.int64)
     for dtype, total, cols in product(DTYPES, (None, like(dtype=torch.int64)), (300, 128256)):
         args = like(1024, cols, dtype=dtype), target, total, -100

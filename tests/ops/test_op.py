@@ -30,16 +30,12 @@ def halved(x: Tensor, format: BlockFormat, also: BlockFormat | None, halve: bool
     return tuple(None if f is None else reference.quantize_rowwise(y, f) for f in (format, also))
 
 
-def added(out: Tensor, x: Quantized, times: int) -> None:
-    out += times * reference.dequantize(x, out.dtype)
-
-
 def backend_of(name: str) -> Backend[Tensor]:
     def run(function: Callable[..., Any], *args: Any) -> Any:
         ran.append(name)
         return function(*args)
 
-    functions = {"tried_halved": partial(run, halved), "tried_added_": partial(run, added)}
+    functions = {"tried_halved": partial(run, halved)}
     declines = "no fp16" if name == "fake kernels" else None
     return Backend(
         name,
@@ -71,12 +67,6 @@ def tried_halved(
     return row, other
 
 
-@op(choose, mutates="out")
-def tried_added_(out: Tensor, x: Quantized, times: int) -> Tensor:
-    """Add a cast several times."""
-    return out
-
-
 NAMES = torch.ops.blocktensor
 
 
@@ -84,8 +74,7 @@ NAMES = torch.ops.blocktensor
 def anew() -> Iterator[None]:
     ran.clear()
     yield
-    for name in ("tried_halved", "tried_added_"):
-        OPS[name].forget()
+    OPS["tried_halved"].forget()
 
 
 def test_the_schema_follows_from_the_declaration() -> None:
@@ -93,9 +82,10 @@ def test_the_schema_follows_from_the_declaration() -> None:
         "blocktensor::tried_halved(Tensor x, str format, str? also=None, bool halve=True) "
         "-> Tensor[]"
     )
-    assert str(NAMES.tried_added_.default._schema) == (
-        "blocktensor::tried_added_(Tensor(a!) out, Tensor data, Tensor scale, str format, "
-        "SymInt times) -> ()"
+    assert str(NAMES.gemm.default._schema) == (
+        "blocktensor::gemm(Tensor a, Tensor a_scale, str a_format, Tensor b, Tensor b_scale, "
+        "str b_format, Tensor? bias, ScalarType out_dtype, bool batch_invariant=False) "
+        "-> Tensor"
     )
 
 
@@ -122,9 +112,6 @@ def test_eager_calls_run_the_first_backend_that_takes_them() -> None:
     assert_same_forms(made, (whole, cast(x, BLOCKS_128X128)))
     with pytest.raises(ValueError, match="a scalar"):
         tried_halved(x[0, 0], BLOCKS_1X128)
-    out = torch.zeros(130, 300)
-    assert tried_added_(out, whole, 3) is out
-    assert_same(out, 0 + 3 * reference.dequantize(whole, torch.float32))  # 0 of -0
 
 
 def test_a_gradient_that_would_be_lost_raises() -> None:

@@ -91,20 +91,6 @@ def assert_guards_hold(buffer: Tensor, m: int, n: int) -> None:
     assert not buffer[:m, :n].isnan().any()
 
 
-def check_addition(
-    add: Callable[[Tensor], object], a: Quantized, b: Quantized, columns: int
-) -> None:
-    """``add(out)`` adds the product to ``out``, and writes nothing beside it."""
-    m, n = len(a.data), len(b.data)
-    buffer, out = guarded(m, n, torch.float32, columns)
-    rng = Generator("cuda").manual_seed(0)
-    before = out.copy_(1000 * torch.randn((m, n), generator=rng, device="cuda")).clone()
-    add(out)
-    want = before + reference.gemm(a, b, None, torch.float32)
-    assert relative_error(out, want) <= TOLERANCE[torch.float32]
-    assert_guards_hold(buffer, m, n)
-
-
 def check_far(module: Any, rng: Generator) -> None:
     """The last rows of a long operand and of a large output, of more than 2^31 elements."""
     a, b = operand(2**20 + 130, 2112, 1, rng), operand(2176, 2112, 128, rng)

@@ -30,7 +30,6 @@ class GemmProblem:
     out_dtype: torch.dtype
     device: torch.device
     bias: torch.dtype | None = None
-    accumulate: bool = False
     batch_invariant: bool = False
 
 
@@ -63,8 +62,6 @@ def declines_on_hopper(a: BlockFormat, b: BlockFormat, contraction: int) -> str 
 def _cublas_declines(p: GemmProblem) -> str | None:
     if reason := declines_on_hopper(p.a_format, p.b_format, p.k):
         return reason
-    if p.accumulate:
-        return "cannot add to an existing output"
     if p.batch_invariant:
         return "may compute a row in another order for another M"
     if p.bias is not None and (p.bias, p.out_dtype) != (torch.bfloat16, torch.bfloat16):
@@ -89,7 +86,7 @@ def gluon_unusable(device: torch.device) -> str | None:
 
 @tried
 def gemms_fail(device: torch.device) -> str | None:
-    """Return which tile of the Hopper GEMM is wrong, stored or added; None if all are right."""
+    """Return which tile of the Hopper GEMM is wrong; None if all are right."""
     from .hopper.launch import for_tma, gemm, plan_gemm  # need Triton
 
     x = torch.linspace(-3, 3, 304 * 512).view(304, 512).bfloat16()
@@ -102,11 +99,10 @@ def gemms_fail(device: torch.device) -> str | None:
         for name, tile in TILES.items():
             if tile.b_block != format.rows:
                 continue
-            for add in (False, True):
-                out = torch.ones(304, 400, dtype=torch.float32, device=device)
-                plan_gemm(*operands, None, out, add, tile)()
-                if differ(out, wanted + 1 if add else wanted):
-                    return f"GEMMs by the tile {name!r} differ from the reference"
+            out = torch.ones(304, 400, dtype=torch.float32, device=device)
+            plan_gemm(*operands, None, out, tile)()
+            if differ(out, wanted):
+                return f"GEMMs by the tile {name!r} differ from the reference"
         if differ(gemm(*operands, None, torch.bfloat16), wanted):
             return f"GEMMs of {format.name} blocks differ from the reference"
     return None
@@ -131,9 +127,8 @@ def _gluon_why(p: GemmProblem) -> str:
 def _by_tiles(p: GemmProblem, gpu: Card) -> tuple[str, float]:
     """Return the tiles of a problem, in words, and predicted microseconds."""
     tile, parts, us = choose_tile(
-        p.m, p.n, num_blocks(p.k), p.b_format.rows, gpu, accumulate=p.accumulate,
-        splits_k=not p.batch_invariant,
-    )  # fmt: skip
+        p.m, p.n, num_blocks(p.k), p.b_format.rows, gpu, splits_k=not p.batch_invariant
+    )
     cut = f" and {parts} parts of K" if parts > 1 else ""
     rows, cols = tile.size
     return f"{rows}x{cols} tiles{cut}, predicted {us:.0f} us", us

@@ -15,11 +15,6 @@ from ..scale_layouts import in_vectors
 from .choose_backend import GemmBackend, GemmProblem, choose_gemm
 
 
-def _check_sum(out: Tensor, a: Quantized, b: Quantized) -> None:
-    checks.gemm_operands(a, b)
-    checks.sum_output(out, a, (a.data.shape[0], b.data.shape[0]), "gemm_add_")
-
-
 def _decide_gemm(
     a: Quantized,
     b: Quantized,
@@ -40,21 +35,11 @@ def _empty(a: Quantized, b: Quantized, bias: Any, out_dtype: torch.dtype, *_: bo
     return a.data.new_empty((a.data.shape[0], b.data.shape[0]), dtype=out_dtype)
 
 
-def _decide_sum(out: Tensor, a: Quantized, b: Quantized) -> Callable[..., None]:
-    if 0 in (*out.shape, a.data.shape[1]):
-        return lambda out, a, b: None
-    run = runner(_backend_for(a, b, None, out.dtype, accumulate=True), "gemm_add_")
-    if _is_dense(a) and _is_dense(b):
-        return run
-    return lambda out, a, b: run(out, _dense(a), _dense(b))
-
-
 def _backend_for(
     a: Quantized,
     b: Quantized,
     bias: Tensor | None,
     out_dtype: torch.dtype,
-    accumulate: bool = False,
     batch_invariant: bool = False,
 ) -> GemmBackend:
     problem = GemmProblem(
@@ -66,7 +51,6 @@ def _backend_for(
         out_dtype,
         a.data.device,
         None if bias is None else bias.dtype,
-        accumulate,
         batch_invariant,
     )
     return choose_gemm(problem).backend
@@ -117,13 +101,3 @@ def gemm(
     depend on M.
     """
     return _empty(a, b, bias, out_dtype)
-
-
-@op(decide=_decide_sum, check=_check_sum, mutates="out", flops=lambda out, a, b: flops(a, b))
-def gemm_add_(out: Tensor, a: Quantized, b: Quantized) -> Tensor:
-    """Add a product in fp32, in place: ``out[M, N] += A B^T``; return ``out``.
-
-    Raises:
-        TypeError, ValueError: unless ``out`` is fp32 ``[M, N]`` with unit column stride.
-    """
-    return out

@@ -20,7 +20,7 @@ def gemm_kernel(
     a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, bias_ptr, out_ptr, M, N, K, a_scale_stride_m,
     a_scale_stride_k, b_scale_stride_n, b_scale_stride_k, out_stride, blocks_k, tiles_m, tiles_n,
     A_ROWS: tl.constexpr, B_ROWS: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
-    GROUP: tl.constexpr, EVEN_K: tl.constexpr, HAS_BIAS: tl.constexpr, ACCUMULATE: tl.constexpr,
+    GROUP: tl.constexpr, EVEN_K: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     # L2 order: GROUP m tiles share a sweep over n.
     tile = tl.program_id(0)
@@ -63,15 +63,11 @@ def gemm_kernel(
     corner = out_ptr + first_m.to(tl.int64) * out_stride + first_n
     out_ptrs = corner + (rows.to(tl.int64)[:, None] * out_stride + cols[None, :])
     inside = (rows < M - first_m)[:, None] & (cols < N - first_n)[None, :]
-    if ACCUMULATE:
-        acc += tl.load(out_ptrs, mask=inside, other=0.0)
     tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def plan_gemm(
-    a: Quantized, b: Quantized, bias: Tensor | None, out: Tensor, accumulate: bool
-) -> Launch:
-    """Plan the launch of ``out (+)= A B^T (+ bias)``; small M gets a smaller tile.
+def plan_gemm(a: Quantized, b: Quantized, bias: Tensor | None, out: Tensor) -> Launch:
+    """Plan the launch of ``out = A B^T (+ bias)``; small M gets a smaller tile.
 
     Rows of data must be multiples of 16 bytes (``scale_layouts.in_vectors``): byte loads would take
     more registers than are available.
@@ -92,7 +88,6 @@ def plan_gemm(
             "GROUP": 8,
             "EVEN_K": k % BLOCK == 0,
             "HAS_BIAS": bias is not None,
-            "ACCUMULATE": accumulate,
         },
         {"num_warps": 8 if tile_m == BLOCK else 4, "enable_fp_fusion": True, "num_stages": 4},
     )  # fmt: skip
@@ -112,10 +107,5 @@ def gemm(
     """See :func:`blocktensor.ops.reference.gemm`."""
     shape = a.data.shape[0], b.data.shape[0]
     out = torch.empty(shape, dtype=out_dtype, device=a.data.device)
-    plan_gemm(_dense(a), _dense(b), bias, out, accumulate=False)()
+    plan_gemm(_dense(a), _dense(b), bias, out)()
     return out
-
-
-def gemm_add_(out: Tensor, a: Quantized, b: Quantized) -> None:
-    """See :func:`blocktensor.ops.reference.gemm_add_`."""
-    plan_gemm(_dense(a), _dense(b), None, out, accumulate=True)()

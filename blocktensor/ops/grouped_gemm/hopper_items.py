@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ..gemm.hopper.epilogue import Output
-from ..gemm.hopper.pipeline import advance, prefetch_tile, target_of_copy, tile_of
+from ..gemm.hopper.pipeline import advance, target_of_copy, tile_of
 from ..runtime.triton_compat.gluon import async_load
 
 
@@ -75,10 +75,7 @@ def _items_of(begin, end, work, OUT: gl.constexpr, T: gl.constexpr):
         tiles_m = gl.where(end > begin, (end - begin // 4 * 4 + T.m - 1) // T.m, 0)
     else:
         blocks = (end - begin + 127) // 128
-    count = tiles_m * tiles_n
-    if OUT.add is not None:
-        count = gl.where(blocks > 0, count, 0)
-    return count, blocks, tiles_m
+    return tiles_m * tiles_n, blocks, tiles_m
 
 
 @gluon.jit
@@ -101,10 +98,10 @@ def _next_group(at, work, OUT: gl.constexpr, T: gl.constexpr):
 
 @gluon.jit
 def _load_blocks(
-    stages, maps, stage, phase, operands, first, blocks, place, at, item, work, out,
-    OUT: gl.constexpr, T: gl.constexpr,
+    stages, maps, stage, phase, operands, first, blocks, at, item, work, OUT: gl.constexpr,
+    T: gl.constexpr,
 ):  # fmt: skip
-    # Loads k blocks `first` and following, in order; prefetches the tile that they are added to.
+    # Loads k blocks `first` and following, in order.
     # Looks for the group of the next item in between, one group a block: between two items it takes
     # longer than consumers are busy with what is loaded, if the groups are small. In wgrad they are
     # not (an expert's gradient has many tiles), and registers are few.
@@ -136,10 +133,6 @@ def _load_blocks(
         for i in gl.static_range(B_COPIES):
             target = target_of_copy(b_s, stage, i, T)
             async_load(b_map, [b_row + i * T.b_rows, (first + k) * 128], bar, target)
-        if OUT.add == "staged":
-            row, end, col = place
-            out_ptr, N, out_ld = out
-            prefetch_tile(out_ptr, row, col, end, N, out_ld, k, blocks, T)
         if OUT.cuts_rows:
             if _is_behind(at, item, work, OUT, T):
                 at = _next_group(at, work, OUT, T)
@@ -148,7 +141,7 @@ def _load_blocks(
 
 
 @gluon.jit
-def produce(stages, items, maps, work, out, OUT: gl.constexpr, T: gl.constexpr):
+def produce(stages, items, maps, work, OUT: gl.constexpr, T: gl.constexpr):
     # The producer warp: every k block of every item of this program, in order.
     _, _, _, _, full, empty = stages
     _, _, _, _, a_scale_ld, b_scale_ld = maps
@@ -204,7 +197,7 @@ def produce(stages, items, maps, work, out, OUT: gl.constexpr, T: gl.constexpr):
             item += gl.num_programs(0)
             stage, phase, at = _load_blocks(
                 stages, maps, stage, phase, (a_row, a_scale_at, b_row, b_scale_at), first, blocks,
-                (row, row_end, col), at, item, work, out, OUT, T,
+                at, item, work, OUT, T,
             )  # fmt: skip
             slot = (slot + 1) % SLOTS
     mbarrier.wait(empty.index(stage), phase)

@@ -1,7 +1,7 @@
 """The grouped Hopper GEMM: the dense one's products and stores, on items of groups.
 
 ``out[T, N] = A[T, K] B[e, N, K]^T (+ bias[e])`` for the rows of group e of A: groups cut rows
-(fprop, dgrad). ``out[e, N, K] (+)= A[N, P] B[K, P]^T`` over the columns of group e (wgrad).
+(fprop, dgrad). ``out[e, N, K] = A[N, P] B[K, P]^T`` over the columns of group e (wgrad).
 """
 
 from triton.experimental import gluon
@@ -171,18 +171,18 @@ def grouped_kernel(
     if T.warpgroups == 1:
         gl.warp_specialize([
             (_consume, (stages, items, target, N, 0, OUT, T)),
-            (_produce, (stages, items, maps, work, (out_ptr, N, out_ld), OUT, T)),
+            (_produce, (stages, items, maps, work, OUT, T)),
         ], [1], [24])  # fmt: skip
     elif T.warpgroups == 2:
         gl.warp_specialize([
             (_consume, (stages, items, target, N, 0, OUT, T)),
             (_consume, (stages, items, target, N, 1, OUT, T)),
-            (_produce, (stages, items, maps, work, (out_ptr, N, out_ld), OUT, T)),
+            (_produce, (stages, items, maps, work, OUT, T)),
         ], [4, 1], [T.registers, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (_consume, (stages, items, target, N, 0, OUT, T)),
             (_consume, (stages, items, target, N, 1, OUT, T)),
             (_consume, (stages, items, target, N, 2, OUT, T)),
-            (_produce, (stages, items, maps, work, (out_ptr, N, out_ld), OUT, T)),
+            (_produce, (stages, items, maps, work, OUT, T)),
         ], [4, 4, 1], [T.registers, T.registers, 32])  # fmt: skip

@@ -53,19 +53,17 @@ def plan_grouped_wgrad(
     offs: Tensor,
     tokens: int,
     out: Tensor,
-    accumulate: bool,
     tile: Tile,
     programs: int,
 ) -> Launch:
-    """Plan the launch of ``out[e, N, K] (+)= A[N, P] B[K, P]^T`` over the columns of group e."""
+    """Plan the launch of ``out[e, N, K] = A[N, P] B[K, P]^T`` over the columns of group e."""
     experts, n, k = out.shape
     blocks = num_blocks(a.data.shape[1])
     a_scale_map, a_scale_ld = scales_of(a, tile.a_scales)
     b_scale_map, b_scale_ld = scales_of(b, tile.b_scales)
     rows = out.flatten(0, 1)
-    add = "staged" if accumulate else None
     clip = n % tile.m != 0
-    output = GroupedOutput(fits_tma(rows), add=add, clip=clip, cuts_rows=False)
+    output = GroupedOutput(fits_tma(rows), clip=clip, cuts_rows=False)
     return Launch(
         grouped_kernel,
         (programs,),
@@ -103,27 +101,8 @@ def grouped_gemm_wgrad(
     a: Quantized, b: Quantized, offs: Tensor, tokens: int, out_dtype: torch.dtype
 ) -> Tensor:
     """See :func:`blocktensor.ops.reference.grouped_gemm_wgrad`."""
-    shape = offs.shape[0], a.data.shape[0], b.data.shape[0]
+    experts, n, k = shape = offs.shape[0], a.data.shape[0], b.data.shape[0]
     out = torch.empty(shape, dtype=out_dtype, device=a.data.device)
-    _run_wgrad(out, a, b, offs, tokens, accumulate=False)
+    tile, programs = choose_wgrad_tile(n, k, tokens, experts, b.format.rows, sms(out.device))
+    plan_grouped_wgrad(_for_tma(a), _for_tma(b), offs, tokens, out, tile, programs)()
     return out
-
-
-def grouped_gemm_wgrad_add_(
-    out: Tensor, a: Quantized, b: Quantized, offs: Tensor, tokens: int
-) -> None:
-    """See :func:`blocktensor.ops.reference.grouped_gemm_wgrad_add_`."""
-    if fits_tma(out.flatten(0, 1)):
-        _run_wgrad(out, a, b, offs, tokens, accumulate=True)
-    else:
-        out.add_(grouped_gemm_wgrad(a, b, offs, tokens, out.dtype))
-
-
-def _run_wgrad(
-    out: Tensor, a: Quantized, b: Quantized, offs: Tensor, tokens: int, accumulate: bool
-) -> None:
-    experts, n, k = out.shape
-    tile, programs = choose_wgrad_tile(
-        n, k, tokens, experts, b.format.rows, sms(out.device), accumulate
-    )
-    plan_grouped_wgrad(_for_tma(a), _for_tma(b), offs, tokens, out, accumulate, tile, programs)()

@@ -14,7 +14,6 @@ from torch import Tensor
 from .. import checks
 from ..formats import Quantized, group_columns
 from ..op import op, runner
-from ..registry import Backend
 from .choose_backend import GroupedProblem, choose_grouped
 
 
@@ -30,11 +29,6 @@ def _check_wgrad(a: Quantized, b: Quantized, offs: Tensor, tokens: int, out: tor
     checks.gemm_operands(a, b)
     checks.group_ends(offs, a.data, "operand a")
     checks.fit(a.data.shape[1] == group_columns(tokens, offs.shape[0]))
-
-
-def _check_sum(out: Tensor, a: Quantized, b: Quantized, offs: Tensor, tokens: int) -> None:
-    _check_wgrad(a, b, offs, tokens, torch.float32)
-    checks.sum_output(out, a, _shape(a, b, offs), "grouped_gemm_wgrad_add_", whole=True)
 
 
 def _decide_gemm(
@@ -65,36 +59,16 @@ def _shape(a: Quantized, b: Quantized, offs: Tensor) -> tuple[int, int, int]:
     return offs.shape[0], a.data.shape[0], b.data.shape[0]
 
 
-def _wgrad_backend(
-    a: Quantized, b: Quantized, offs: Tensor, tokens: int, out: torch.dtype, accumulate: bool
-) -> Backend[GroupedProblem]:
-    experts, n, k = _shape(a, b, offs)
-    return choose_grouped(
-        GroupedProblem(
-            "wgrad", tokens, n, k, experts, a.format, b.format, out, a.data.device, None, accumulate
-        )
-    ).backend
-
-
 def _decide_wgrad(
     a: Quantized, b: Quantized, offs: Tensor, tokens: int, out_dtype: torch.dtype
 ) -> Callable[..., Tensor]:
-    shape = _shape(a, b, offs)
+    experts, n, k = shape = _shape(a, b, offs)
     if 0 in (*shape, tokens):
         return lambda a, *_: a.data.new_zeros(shape, dtype=out_dtype)
-    return runner(_wgrad_backend(a, b, offs, tokens, out_dtype, False), "grouped_gemm_wgrad")
-
-
-def _decide_sum(
-    out: Tensor, a: Quantized, b: Quantized, offs: Tensor, tokens: int
-) -> Callable[..., None]:
-    if 0 in (*out.shape, tokens):
-        return lambda *_: None
-    return runner(_wgrad_backend(a, b, offs, tokens, out.dtype, True), "grouped_gemm_wgrad_add_")
-
-
-def _wgrad_flops(a: Quantized, b: Quantized, tokens: int) -> int:
-    return 2 * tokens * int(a.data[0]) * int(b.data[0])  # data is its shape
+    problem = GroupedProblem(
+        "wgrad", tokens, n, k, experts, a.format, b.format, out_dtype, a.data.device
+    )
+    return runner(choose_grouped(problem).backend, "grouped_gemm_wgrad")
 
 
 @op(
@@ -120,7 +94,7 @@ def grouped_gemm(
 @op(
     decide=_decide_wgrad,
     check=_check_wgrad,
-    flops=lambda a, b, offs, tokens, *_: _wgrad_flops(a, b, tokens),
+    flops=lambda a, b, offs, tokens, *_: 2 * tokens * a.data[0] * b.data[0],
 )
 def grouped_gemm_wgrad(
     a: Quantized, b: Quantized, offs: Tensor, tokens: int, out_dtype: torch.dtype = torch.bfloat16
@@ -134,20 +108,3 @@ def grouped_gemm_wgrad(
         out_dtype: of the output.
     """
     return a.data.new_empty(_shape(a, b, offs), dtype=out_dtype)
-
-
-@op(
-    decide=_decide_sum,
-    check=_check_sum,
-    mutates="out",
-    flops=lambda out, a, b, offs, tokens: _wgrad_flops(a, b, tokens),
-)
-def grouped_gemm_wgrad_add_(
-    out: Tensor, a: Quantized, b: Quantized, offs: Tensor, tokens: int
-) -> Tensor:
-    """Add :func:`grouped_gemm_wgrad` to ``out[E, N, K]`` in fp32, in place; return ``out``.
-
-    Raises:
-        TypeError, ValueError: unless ``out`` is fp32 and contiguous.
-    """
-    return out

@@ -26,17 +26,15 @@ class GroupedTile:
         tile: how a program computes an item.
         block_us: microseconds of an item for each k block.
         item_us: microseconds of an item in all else.
-        least_us: microseconds of an item that memory takes, if they are more.
     """
 
     tile: Tile
     block_us: float
     item_us: float
-    least_us: float = 0.0
 
     def microseconds(self, blocks: float) -> float:
         """Return the time of one item over so many k blocks."""
-        return max(self.least_us, blocks * self.block_us + self.item_us)
+        return blocks * self.block_us + self.item_us
 
 
 SQUARES = (
@@ -55,28 +53,12 @@ WGRAD_SQUARES = (
 )
 """Tiles of wgrad with B in 128x128 blocks."""
 
-ADDED_SQUARES = (
-    GroupedTile(TILES["square 256x128"], 0.88, 6.0, 15.2),
-    GroupedTile(replace(TILES["square 128x128"], stages=4, buffers=8), 0.552, 3.0, 5.6),
-)
-"""Tiles of :data:`WGRAD_SQUARES` that add their sums to an fp32 output."""
-
 ROWS = (
     GroupedTile(TILES["rows 256x128"], 1.14, 1.16),
     GroupedTile(TILES["rows 128x192"], 0.87, 0.68),
     GroupedTile(TILES["rows 64x128"], 0.692, 0.35),
 )
 """Tiles for 1x128 blocks on both sides: wgrad."""
-
-ADDED = (
-    GroupedTile(TILES["rows 256x128"], 0.95, 6.7, 15.2),
-    GroupedTile(replace(TILES["rows 128x192"], stages=3, buffers=8), 0.807, 4.7, 8.9),
-    GroupedTile(
-        replace(TILES["rows 256x128"], name="rows 128x128", rows=1, buffers=8), 0.622, 2.65, 5.6
-    ),
-)
-"""Tiles of :data:`ROWS` that add their sums to an fp32 output. All but the first have buffers for
-a whole fp32 tile: the matmuls of the next item hide its addition."""
 
 
 _MANY = 16
@@ -105,12 +87,10 @@ def choose_gemm_tile(
 
 @functools.lru_cache(maxsize=4096)
 def choose_wgrad_tile(
-    n: int, k: int, tokens: int, experts: int, b_block: int, sms: int, accumulate: bool
+    n: int, k: int, tokens: int, experts: int, b_block: int, sms: int
 ) -> tuple[Tile, int]:
     """Return the tile for ``[experts, n, k]`` contracted over ``tokens``, and the programs."""
-    tiles: tuple[GroupedTile, ...] = ADDED if accumulate else ROWS
-    if b_block == BLOCK:
-        tiles = ADDED_SQUARES if accumulate else WGRAD_SQUARES
+    tiles = WGRAD_SQUARES if b_block == BLOCK else ROWS
     blocks = tokens / experts / BLOCK + 0.5
     predicted = {}
     for found in tiles:

@@ -76,7 +76,7 @@ def grouped_gemm_kernel(
 def grouped_wgrad_kernel(
     a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, out_ptr, offs_ptr, tokens, N, K, P, a_scale_stride_n,
     a_scale_stride_k, b_scale_stride_n, b_scale_stride_k, tiles_m, tiles_n, A_ROWS: tl.constexpr,
-    B_ROWS: tl.constexpr, ACCUMULATE: tl.constexpr, TILE: tl.constexpr,
+    B_ROWS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     # The blocks of a group follow those of all groups before it.
     expert = tl.program_id(0) // (tiles_m * tiles_n)
@@ -104,8 +104,6 @@ def grouped_wgrad_kernel(
     )  # fmt: skip
     place = out_ptr + (tl.cast(expert, tl.int64) * N + rows)[:, None] * K + cols[None, :]
     inside = (rows < N)[:, None] & (cols < K)[None, :]
-    if ACCUMULATE:
-        acc += tl.load(place, mask=inside, other=0.0)
     tl.store(place, acc.to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -136,9 +134,9 @@ def plan_grouped_gemm(
 
 
 def plan_grouped_wgrad(
-    a: Quantized, b: Quantized, offs: Tensor, tokens: int, out: Tensor, accumulate: bool
+    a: Quantized, b: Quantized, offs: Tensor, tokens: int, out: Tensor
 ) -> Launch:
-    """Plan the launch of ``out[e, N, K] (+)= A[N, P] B[K, P]^T`` over the columns of group e."""
+    """Plan the launch of ``out[e, N, K] = A[N, P] B[K, P]^T`` over the columns of group e."""
     experts, n, k = out.shape
     tiles_m, tiles_n = num_blocks(n), num_blocks(k)
     return Launch(
@@ -146,12 +144,7 @@ def plan_grouped_wgrad(
         (experts * tiles_m * tiles_n,),
         (a.data, a.scale, b.data, b.scale, out, offs, tokens, n, k, a.data.shape[1],
          *a.scale.stride(), *b.scale.stride(), tiles_m, tiles_n),
-        {
-            "A_ROWS": a.format.rows,
-            "B_ROWS": b.format.rows,
-            "ACCUMULATE": accumulate,
-            "TILE": _TILE,
-        },
+        {"A_ROWS": a.format.rows, "B_ROWS": b.format.rows, "TILE": _TILE},
         _OPTIONS,
     )  # fmt: skip
 
@@ -173,12 +166,5 @@ def grouped_gemm_wgrad(
     """See :func:`blocktensor.ops.reference.grouped_gemm_wgrad`."""
     shape = offs.shape[0], a.data.shape[0], b.data.shape[0]
     out = torch.empty(shape, dtype=out_dtype, device=a.data.device)
-    plan_grouped_wgrad(a, b, offs, tokens, out, accumulate=False)()
+    plan_grouped_wgrad(a, b, offs, tokens, out)()
     return out
-
-
-def grouped_gemm_wgrad_add_(
-    out: Tensor, a: Quantized, b: Quantized, offs: Tensor, tokens: int
-) -> None:
-    """See :func:`blocktensor.ops.reference.grouped_gemm_wgrad_add_`."""
-    plan_grouped_wgrad(a, b, offs, tokens, out, accumulate=True)()

@@ -37,8 +37,6 @@ def test_every_backend_has_its_functions() -> None:
     for backend in GEMM_BACKENDS:
         assert choose_backend.gemm_backend(backend.name) is backend
         assert callable(backend.function("gemm"))
-        declines_accumulation = backend.declines(replace(PROBLEM, accumulate=True)) is not None
-        assert (backend.function("gemm_add_") is None) == declines_accumulation
         assert backend.launches == (backend.name in ("gluon", "triton"))
 
 
@@ -64,16 +62,15 @@ OTHER, NO_KERNELS = formats.BlockFormat("1x32", (1, 32)), f"{SLOW} no kernels fo
         (((9, 0), "12.8", True, False), {}, "triton", f"{OLD_CUDA} 12.8"),
         (((9, 0), None, True, False), {}, "triton", f"{OLD_CUDA} None"),
         (((9, 0), "12.9", True, False), {}, "cublas", TAKEN),
-        (((9, 0), "13.0", False), {"accumulate": True}, "reference",
+        (((9, 0), "13.0", False), {"bias": FP32}, "reference",
          "runs on any device; gluon, triton: triton is not installed; "
-         "cublas: cannot add to an existing output"),
+         f"cublas: {BF16_BIAS} torch.float32 for torch.bfloat16"),
         # What cuBLAS takes, or leaves to Triton
         (PORTABLE, {}, "cublas", TAKEN),
         (PORTABLE, {"bias": BF16}, "cublas", TAKEN),
         (PORTABLE, {"out_dtype": FP32}, "cublas", TAKEN),
         (PORTABLE, {"b_format": BLOCKS_1X128}, "cublas", TAKEN),
         (PORTABLE, {"m": 4, "n": 16, "k": 16}, "cublas", TAKEN),
-        (PORTABLE, {"accumulate": True}, "triton", f"{DECLINED} cannot add to an existing output"),
         (PORTABLE, {"bias": FP32}, "triton",
          f"{DECLINED} {BF16_BIAS} torch.float32 for torch.bfloat16"),
         (PORTABLE, {"bias": BF16, "out_dtype": FP32}, "triton",
@@ -151,7 +148,7 @@ def test_the_rounding_of_scales_makes_no_difference(pretend: Pretend, fast: bool
     "change",
     [
         {"bias": FP32, "out_dtype": FP16},
-        {"m": 7168, "n": 2048, "k": 4096, "b_format": BLOCKS_1X128, "accumulate": True},
+        {"m": 7168, "n": 2048, "k": 4096, "b_format": BLOCKS_1X128},
         {"m": 64, "n": 2048, "k": 7168},
         {"m": 4097, "n": 129, "k": 2055},
     ],
@@ -165,7 +162,7 @@ def test_hopper_runs_its_own_kernel(pretend: Pretend, change: dict[str, Any]) ->
     shown = re.fullmatch(r"(\d+)x(\d+) tiles(?: and (\d+) parts of K)?, .* \d+ us", choice.reason)
     assert shown is not None
     shape = problem.m, problem.n, -(-problem.k // 128), problem.b_format.rows
-    tile, parts, _ = choose_tile(*shape, H200, accumulate=problem.accumulate)
+    tile, parts, _ = choose_tile(*shape, H200)
     assert [int(number or 1) for number in shown.groups()] == [*tile.size, parts]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from itertools import product
 from typing import Any
 
@@ -90,14 +89,6 @@ def test_contract(name: str, blocks: Blocks, check: gemms.Check, rng: Generator)
 def test_bias(bias: torch.dtype, dtype: torch.dtype, rng: Generator) -> None:
     for shape in (Shape(130, 129, 300), Shape(300, 576, 576), Shape(3, 1, 5), Shape(5, 3, 0)):
         gemms.check_shape(triton_gemm, shape, (1, 128), rng, dtype, bias)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("blocks", TRITON_BLOCKS, ids=str)
-def test_accumulation(blocks: Blocks, rng: Generator) -> None:
-    for shape in ((130, 129, 300), (300, 576, 2112), (1, 1, 1), (3, 300, 128), (5, 3, 0)):
-        a, b = gemms.operands(Shape(*shape), blocks, rng)
-        gemms.check_addition(partial(triton_gemm.gemm_add_, a=a, b=b), a, b, 3)
 
 
 @pytest.mark.gpu

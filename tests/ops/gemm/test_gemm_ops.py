@@ -17,7 +17,7 @@ from blocktensor.ops import formats, reference
 from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_128X128, BlockFormat, Quantized
 from blocktensor.ops.gemm import ops
 from blocktensor.ops.gemm.choose_backend import GemmProblem
-from blocktensor.ops.gemm.ops import gemm, gemm_add_
+from blocktensor.ops.gemm.ops import gemm
 from blocktensor.ops.scale_layouts import in_vectors
 from tests.support.numeric import DTYPES, E4M3, FORMATS, assert_same, operand, worst_row
 from tests.support.reference_ops import Watched
@@ -40,17 +40,11 @@ def test_a_backend_is_chosen_once_for_a_kind(k: int, watched: Watched, rng: Gene
         a, b = operand(5, k, 1, rng), operand(129, k, 128, rng)
         want = reference.gemm(a, b, bias, torch.float32)
         assert_same(gemm(a, b, bias, torch.float32), want)
-        out = torch.randn(5, 129, generator=rng)
-        want = out + reference.gemm(a, b, None, torch.float32)
-        assert_same(gemm_add_(out, a, b), want)
     sizes, device = (5, 129, k), torch.device("cpu")
     assert watched.problems == [
         GemmProblem(*sizes, BLOCKS_1X128, BLOCKS_128X128, torch.float32, device, torch.bfloat16),
-        GemmProblem(
-            *sizes, BLOCKS_1X128, BLOCKS_128X128, torch.float32, device, None, accumulate=True
-        ),
     ]
-    assert len(watched.given) == 6
+    assert len(watched.given) == 3
 
 
 @pytest.mark.parametrize("k", [1, 16, 130, 256, 300])
@@ -109,7 +103,6 @@ def test_empty_products_ask_for_none(watched: Watched, rng: Generator) -> None:
     for m, n, k in ((0, 3, 5), (3, 0, 5), (0, 0, 0)):
         a, b = operand(m, k, 1, rng), operand(n, k, 128, rng)
         assert gemm(a, b, None, torch.float16).shape == (m, n)
-        gemm_add_(torch.zeros(m, n), a, b)
     assert watched.problems == []
 
 
@@ -129,17 +122,11 @@ def test_every_shape(blocks: tuple[int, int], rng: Generator) -> None:
 
 @pytest.mark.parametrize("blocks", BLOCKS)
 def test_sum_and_bias_are_rounded_once(blocks: tuple[int, int], rng: Generator) -> None:
-    """And ``gemm_add_`` adds the finished product."""
     a, b = operand(130, 300, blocks[0], rng), operand(129, 300, blocks[1], rng)
     for dtype in DTYPES:
         bias = torch.randn(129, generator=rng).to(dtype)
         exact = reference.gemm(a, b, bias.float(), torch.float32)
         assert_same(reference.gemm(a, b, bias, dtype), exact.to(dtype))
-    out = torch.randn(130, 140, generator=rng)
-    before = out.clone()
-    reference.gemm_add_(out[:, :129], a, b)
-    assert_same(out[:, :129], before[:, :129] + reference.gemm(a, b, None, torch.float32))
-    assert_same(out[:, 129:], before[:, 129:])
 
 
 @pytest.mark.parametrize(
@@ -219,7 +206,5 @@ def test_zeros_after_either_side_change_no_bit(k: int, b_rows: int, rng: Generat
     wide_a, wide_b = (x._replace(data=in_vectors(x.data), scale=x.scale) for x in (a, b))
     assert wide_a.data.shape[1] == wide_b.data.shape[1] == -(-k // 16) * 16
     want = reference.gemm(a, b, None, torch.float32)
-    out = torch.zeros(5, 7)
     for left, right in ((wide_a, b), (a, wide_b), (wide_a, wide_b)):
         assert_same(gemm(left, right, None, torch.float32), want)
-        assert_same(gemm_add_(out.zero_(), left, right), want)

@@ -24,7 +24,7 @@ from blocktensor.ops import reference
 from blocktensor.ops.cast import ops as cast_ops
 from blocktensor.ops.cast.ops import quantize_rowwise
 from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_1X128_POW2, BLOCKS_128X128, Quantized
-from blocktensor.ops.gemm.ops import gemm, gemm_add_
+from blocktensor.ops.gemm.ops import gemm
 from blocktensor.ops.runtime import replay
 from blocktensor.ops.runtime.launch import Launch
 from blocktensor.ops.runtime.replay import Replay
@@ -165,9 +165,7 @@ def test_gemms_replay(monkeypatch: pytest.MonkeyPatch, plays: list[int]) -> None
                 product = reference.gemm(a, b, None, torch.float32)
                 wanted = product if added is None else product + added
                 assert relative_error(out, wanted) <= 2e-4
-                total = gemm_add_(out.clone(), a, b)
-                assert relative_error(total, wanted + product) <= 2e-4
-    assert plays[0] >= 2 * 2 * 8
+    assert plays[0] >= 2 * 2 * 4
 
 
 def test_hooks_see_every_launch() -> None:

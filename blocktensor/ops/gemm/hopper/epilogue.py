@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
-from ...runtime.triton_compat.gluon import async_atomic_add, async_store
+from ...runtime.triton_compat.gluon import async_store
 from .products import halves
 
 CHUNK = gl.constexpr(32)  # columns of an output buffer
@@ -16,17 +16,9 @@ CHUNK = gl.constexpr(32)  # columns of an output buffer
 class Output:
     """The way in which a GEMM writes its sums: a frozen value, a constant of the kernel.
 
-    L2 adds sums to the output in one of two ways:
-
-    - ``"staged"``: through the output buffers, like a plain store. For few waves, where all SMs add
-      at the same time: the producer prefetches the lines.
-    - ``"direct"``: through the buffers while they are free, the rest from registers. For many
-      waves, where SMs drift apart and this is faster than staging and prefetching.
-
     Attributes:
         tma: True if TMA can address the output's rows; otherwise stores are masked.
         bias: True if a bias is added.
-        add: how sums are added to the output; None where they are stored.
         split: True if the output holds the sums of several parts of K, one below the other.
         clip: True if rows before or after those of a tile's group belong to another, which a store
             by TMA would overwrite: a row wave at the edge of a group is stored masked.
@@ -34,7 +26,6 @@ class Output:
 
     tma: bool
     bias: bool = False
-    add: str | None = None
     split: bool = False
     clip: bool = False
 
@@ -63,8 +54,7 @@ def _chunks(parts, PARTS: gl.constexpr):
 
 @gluon.jit
 def _send(
-    chunks, out, out_s, row, col, WAVE: gl.constexpr, WG: gl.constexpr, OUT: gl.constexpr,
-    T: gl.constexpr,
+    chunks, out, out_s, row, col, WAVE: gl.constexpr, WG: gl.constexpr, T: gl.constexpr
 ):  # fmt: skip
     # Stores through the warpgroup's buffers, as many chunks at a time as they hold. Buffers for two
     # waves are used in turn; otherwise a chunk waits for a buffer that the same wave has filled.
@@ -88,10 +78,7 @@ def _send(
                 at = col + j * CHUNK
                 place = (at, row) if T.turned else (row, at)
                 full = out_s[WG * BUFFERS + BASE + j % BATCH]
-                if OUT.add == "staged":
-                    async_atomic_add(out, [place[0], place[1]], full)
-                else:
-                    async_store(out, [place[0], place[1]], full)
+                async_store(out, [place[0], place[1]], full)
 
 
 @gluon.jit
@@ -101,55 +88,6 @@ def _inside(rows, cols, begin, M, N, OUT: gl.constexpr):
     if OUT.clip:
         inside = inside & (rows >= begin)[:, None]
     return inside
-
-
-@gluon.jit
-def _add_pairs(x, out_ptr, row, col, begin, M, N, out_ld, OUT: gl.constexpr):
-    # Adds x to [row, col] from registers, two neighbours at a time. Rows that TMA can address are
-    # multiples of 16 bytes, so that the edge does not split a pair.
-    rows = row + gl.arange(0, x.shape[0], layout=gl.SliceLayout(1, x.type.layout))
-    cols = _columns(x, col)
-    inside = _inside(rows, cols, begin, M, N, OUT).to(gl.int32)
-    place = rows.to(gl.int64)[:, None] * out_ld + cols[None, :]
-    gl.inline_asm_elementwise(
-        """{
-        .reg .pred p;
-        setp.ne.s32 p, $6, 0;
-        @p red.relaxed.gpu.global.add.v2.f32 [$4], {$2, $3};
-        mov.b32 $0, 0;
-        mov.b32 $1, 0;
-        }""",
-        "=r,=r,f,f,l,l,r,r",
-        [x, out_ptr.to(gl.int64) + place * 4, inside],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=2,
-    )
-
-
-@gluon.jit
-def _add_directly(
-    chunks, out, out_ptr, out_s, row, col, begin, M, N, out_ld, WAVE: gl.constexpr,
-    WG: gl.constexpr, OUT: gl.constexpr, T: gl.constexpr,
-):  # fmt: skip
-    # Chunks are numbered across all waves: the first BUFFERS of them go through the buffers.
-    COUNT: gl.constexpr = T.cols * T.width // CHUNK
-    BUFFERS: gl.constexpr = T.out_buffers(out.dtype.primitive_bitwidth)
-    FIRST: gl.constexpr = WAVE * COUNT
-    if FIRST == 0:
-        tma.store_wait(0)
-    if FIRST < BUFFERS:
-        for i in gl.static_range(COUNT):
-            if FIRST + i < BUFFERS:
-                out_s[WG * BUFFERS + FIRST + i].store(chunks[i])
-        fence_async_shared()
-        for i in gl.static_range(COUNT):
-            if FIRST + i < BUFFERS:
-                place = col + i * CHUNK
-                async_atomic_add(out, [row, place], out_s[WG * BUFFERS + FIRST + i])
-    for i in gl.static_range(COUNT):
-        if FIRST + i >= BUFFERS:
-            _add_pairs(chunks[i], out_ptr, row, col + i * CHUNK, begin, M, N, out_ld, OUT)
 
 
 @gluon.jit
@@ -168,9 +106,7 @@ def _store_masked(
 
 
 @gluon.jit
-def _store_clipped(
-    parts, target, row, col, begin, M, N, WG: gl.constexpr, OUT: gl.constexpr, T: gl.constexpr
-):  # fmt: skip
+def _store_clipped(parts, target, row, col, begin, M, N, WG: gl.constexpr, T: gl.constexpr):
     # A row wave at the edge of a group: through the buffers, from which whole vectors are stored.
     out, out_ptr, out_ld, out_s, _, _ = target
     PARTS: gl.constexpr = T.cols * T.pieces
@@ -202,7 +138,7 @@ def store_wave(
 ):  # fmt: skip
     # Stores row wave WAVE of warpgroup WG at [row, col]: tensors [64, 64 or 32] from left to right.
     # A bias is added to columns below `biased`. `begin` is read if OUT.clip.
-    _, out_ptr, out_ld, _, bias, biased = target
+    _, _, _, _, bias, biased = target
     PARTS: gl.constexpr = T.cols * T.pieces
     if OUT.bias:
         for i in gl.static_range(PARTS):
@@ -211,11 +147,7 @@ def store_wave(
         if (row >= begin) & (row + 64 <= M):
             _store_whole(parts, target, row, col, begin, M, N, WAVE, WG, OUT, T)
         elif (row + 64 > begin) & (row < M):
-            if OUT.add is not None:
-                for i in gl.static_range(PARTS):
-                    _add_pairs(parts[i], out_ptr, row, col + i * 64, begin, M, N, out_ld, OUT)
-            else:
-                _store_clipped(parts, target, row, col, begin, M, N, WG, OUT, T)
+            _store_clipped(parts, target, row, col, begin, M, N, WG, T)
     else:
         _store_whole(parts, target, row, col, begin, M, N, WAVE, WG, OUT, T)
 
@@ -225,15 +157,10 @@ def _store_whole(
     parts, target, row, col, begin, M, N, WAVE: gl.constexpr, WG: gl.constexpr,
     OUT: gl.constexpr, T: gl.constexpr,
 ):  # fmt: skip
-    out, out_ptr, out_ld, out_s, _, _ = target
+    out, _, out_ld, out_s, _, _ = target
     PARTS: gl.constexpr = T.cols * T.pieces
-    if OUT.add == "direct":
-        _add_directly(
-            _chunks(parts, PARTS), out, out_ptr, out_s, row, col, begin, M, N, out_ld, WAVE, WG,
-            OUT, T,
-        )  # fmt: skip
-    elif OUT.tma:
-        _send(_chunks(parts, PARTS), out, out_s, row, col, WAVE, WG, OUT, T)
+    if OUT.tma:
+        _send(_chunks(parts, PARTS), out, out_s, row, col, WAVE, WG, T)
     else:
         for i in gl.static_range(PARTS):
             _store_masked(parts[i], out, row, col + i * 64, begin, M, N, out_ld, OUT, T)

@@ -1,6 +1,6 @@
 """The Hopper GEMM: persistent programs of one TMA producer warp and independent consumers.
 
-``out[M, N] (+)= A[M, K] B[N, K]^T (+ bias)`` of e4m3 data; A scaled in 1x128 blocks, B in 128x128
+``out[M, N] = A[M, K] B[N, K]^T (+ bias)`` of e4m3 data; A scaled in 1x128 blocks, B in 128x128
 (fprop, dgrad) or 1x128 (wgrad). A raw tensor core sum covers 128 of K and is then promoted to fp32.
 """
 
@@ -157,18 +157,18 @@ def gemm_kernel(
     if T.warpgroups == 1:
         gl.warp_specialize([
             (_consume, (stages, work, target, 0, OUT, T)),
-            (produce, (stages, work, maps, out_ptr, out_ld, OUT, T)),
+            (produce, (stages, work, maps, OUT, T)),
         ], [1], [24])  # fmt: skip
     elif T.warpgroups == 2:
         gl.warp_specialize([
             (_consume, (stages, work, target, 0, OUT, T)),
             (_consume, (stages, work, target, 1, OUT, T)),
-            (produce, (stages, work, maps, out_ptr, out_ld, OUT, T)),
+            (produce, (stages, work, maps, OUT, T)),
         ], [4, 1], [T.registers, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (_consume, (stages, work, target, 0, OUT, T)),
             (_consume, (stages, work, target, 1, OUT, T)),
             (_consume, (stages, work, target, 2, OUT, T)),
-            (produce, (stages, work, maps, out_ptr, out_ld, OUT, T)),
+            (produce, (stages, work, maps, OUT, T)),
         ], [4, 4, 1], [T.registers, T.registers, 32])  # fmt: skip

@@ -14,7 +14,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ...devices import card, sms
+from ...devices import card
 from ...formats import BLOCK, Quantized, ceil_div, num_blocks
 from ...runtime.launch import Launch
 from ...runtime.triton_compat import compiler
@@ -23,10 +23,6 @@ from .epilogue import CHUNK, Output
 from .kernel import gemm_kernel
 from .tile import WARPGROUP_ROWS, Tile
 from .tiles import choose_tile, programs_for
-
-# Waves x k blocks from which SMs drift apart, so that sums are added without prefetch. Measured:
-# +5% on 8192 x 8192 x 8192, +3% on 4096 x 4096 over 8192, but -4% over 4096.
-_LONG = 256
 
 _SUM_COLUMNS = 512
 
@@ -81,27 +77,19 @@ def fits_tma(out: Tensor) -> bool:
     return pitch % VECTOR_BYTES == 0 and out.data_ptr() % VECTOR_BYTES == 0
 
 
-def add_mode(tile: Tile, tiles: int, blocks: int, device: torch.device) -> str:
-    """Return how sums over ``blocks`` k blocks are added to ``tiles`` (``epilogue.py``)."""
-    waves = ceil_div(tiles, sms(device) * tile.programs)
-    direct = waves * blocks >= _LONG and tile.b_block == 1 and not tile.turned
-    return "direct" if direct else "staged"
-
-
 def plan_gemm(
     a: Quantized,
     b: Quantized,
     bias: Tensor | None,
     out: Tensor,
-    accumulate: bool,
     tile: Tile,
     splits: int = 1,
 ) -> Launch:
-    """Plan the launch of ``out (+)= A B^T (+ bias)``.
+    """Plan the launch of ``out = A B^T (+ bias)``.
 
-    Data is laid out by ``in_vectors``, scales by ``tma_scale``. ``out`` has contiguous rows, which
-    TMA must be able to address if ``accumulate``. With several ``splits`` of K, a divisor of its
-    number of blocks, their fp32 sums go to ``out`` one below the other, padded to whole tiles.
+    Data is laid out by ``in_vectors``, scales by ``tma_scale``. ``out`` has contiguous rows. With
+    several ``splits`` of K, a divisor of its number of blocks, their fp32 sums go to ``out`` one
+    below the other, padded to whole tiles.
     """
     assert bias is None or not tile.turned
     rows, cols = out.shape
@@ -114,10 +102,9 @@ def plan_gemm(
     a_scale_map, a_scale_ld = scales_of(a, tile.a_scales)
     b_scale_map, b_scale_ld = scales_of(b, tile.b_scales)
     tiles_m, tiles_n = ceil_div(m, tile.m), ceil_div(n, tile.n)
-    add = add_mode(tile, tiles_m * tiles_n, blocks, out.device) if accumulate else None
-    output = Output(tma, bias is not None, add, splits > 1)
+    output = Output(tma, bias is not None, splits > 1)
     items = tiles_m * tiles_n * splits
-    programs = programs_for(tile, items, blocks // splits, card(out.device), accumulate)
+    programs = programs_for(tile, items, blocks // splits, card(out.device))
     return Launch(
         gemm_kernel,
         (programs,),
@@ -133,7 +120,7 @@ def plan_gemm(
 @triton.jit
 def sum_kernel(
     splits_ptr, bias_ptr, out_ptr, N, split_stride, out_stride, blocks_n, SPLITS: tl.constexpr,
-    COLUMNS: tl.constexpr, HAS_BIAS: tl.constexpr, ACCUMULATE: tl.constexpr,
+    COLUMNS: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     # One program sums COLUMNS columns of one row, always in the same order.
     row = (tl.program_id(0) // blocks_n).to(tl.int64)
@@ -146,13 +133,11 @@ def sum_kernel(
     if HAS_BIAS:
         total += tl.load(bias_ptr + cols, mask=inside, other=0.0).to(tl.float32)
     target = out_ptr + row * out_stride + cols
-    if ACCUMULATE:
-        total += tl.load(target, mask=inside, other=0.0)
     tl.store(target, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def plan_sum(splits: Tensor, bias: Tensor | None, out: Tensor, accumulate: bool) -> Launch:
-    """Plan ``out[M, N] (+)= sum over p of splits[p, :M] (+ bias)``; ``splits`` is fp32."""
+def plan_sum(splits: Tensor, bias: Tensor | None, out: Tensor) -> Launch:
+    """Plan ``out[M, N] = sum over p of splits[p, :M] (+ bias)``; ``splits`` is fp32."""
     m, n = out.shape
     blocks_n = ceil_div(n, _SUM_COLUMNS)
     return Launch(
@@ -163,7 +148,6 @@ def plan_sum(splits: Tensor, bias: Tensor | None, out: Tensor, accumulate: bool)
             "SPLITS": splits.shape[0],
             "COLUMNS": _SUM_COLUMNS,
             "HAS_BIAS": bias is not None,
-            "ACCUMULATE": accumulate,
         },
         {"num_warps": 4, "enable_fp_fusion": True},
     )
@@ -174,29 +158,22 @@ def for_tma(x: Quantized) -> Quantized:
     return Quantized(in_vectors(x.data), tma_scale(x), x.format)
 
 
-def _run(
-    a: Quantized,
-    b: Quantized,
-    bias: Tensor | None,
-    out: Tensor,
-    accumulate: bool,
-    splits_k: bool = True,
-) -> None:
-    """Run ``out (+)= A B^T (+ bias)`` with the tile and splits of K that are predicted fastest."""
+def _run(a: Quantized, b: Quantized, bias: Tensor | None, out: Tensor, splits_k: bool) -> None:
+    """Run ``out = A B^T (+ bias)`` with the tile and splits of K that are predicted fastest."""
     (m, k), n = a.data.shape, b.data.shape[0]
     plain = bias is None or fits_tma(out)
     tile, splits, _ = choose_tile(
-        m, n, num_blocks(k), b.format.rows, card(out.device), plain, accumulate,
-        turned=bias is None, splits_k=splits_k,
+        m, n, num_blocks(k), b.format.rows, card(out.device), plain, turned=bias is None,
+        splits_k=splits_k,
     )  # fmt: skip
     a, b = for_tma(a), for_tma(b)
     if splits == 1:
-        plan_gemm(a, b, bias, out, accumulate, tile)()
+        plan_gemm(a, b, bias, out, tile)()
         return
     rows = ceil_div(m, tile.m) * tile.m
     sums = torch.empty((splits * rows, n), dtype=torch.float32, device=out.device)
-    plan_gemm(a, b, None, sums, False, tile, splits)()
-    plan_sum(sums.view(splits, rows, n), bias, out, accumulate)()
+    plan_gemm(a, b, None, sums, tile, splits)()
+    plan_sum(sums.view(splits, rows, n), bias, out)()
 
 
 def gemm(
@@ -209,13 +186,5 @@ def gemm(
     """See :func:`blocktensor.ops.reference.gemm`."""
     shape = a.data.shape[0], b.data.shape[0]
     out = torch.empty(shape, dtype=out_dtype, device=a.data.device)
-    _run(a, b, bias, out, accumulate=False, splits_k=not batch_invariant)
+    _run(a, b, bias, out, splits_k=not batch_invariant)
     return out
-
-
-def gemm_add_(out: Tensor, a: Quantized, b: Quantized) -> None:
-    """See :func:`blocktensor.ops.reference.gemm_add_`."""
-    if fits_tma(out):
-        _run(a, b, None, out, accumulate=True)
-    else:
-        out.add_(gemm(a, b, None, out.dtype))

@@ -45,37 +45,6 @@ def advance(stage, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _prefetch_lines(out_ptr, row, col, M, N, out_ld, first, T: gl.constexpr):
-    # Prefetches 32 lines of 128 bytes of the fp32 tile at [row, col] into L2, which adds to them.
-    LINES: gl.constexpr = T.n // 32  # of a row of the tile
-    line = first + gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-    rows = row + line // LINES
-    cols = col + line % LINES * 32
-    inside = (rows < M) & (cols < N)
-    gl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0; }",
-        "=r,l,r",
-        [out_ptr + (rows.to(gl.int64) * out_ld + cols), inside.to(gl.int32)],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@gluon.jit
-def prefetch_tile(out_ptr, row, col, M, N, out_ld, k, blocks_k, T: gl.constexpr):
-    # The share of k block `k` in the prefetch of the fp32 tile at [row, col]: in the second half of
-    # the k blocks, so that L2 does not evict the lines too early.
-    half = blocks_k // 2
-    if k >= half:
-        done = unknown(k - half)
-        share = blocks_k - half
-        groups = T.m * T.n // 32 // 32
-        for lines in range(done * groups // share, (done + 1) * groups // share):
-            _prefetch_lines(out_ptr, row, col, M, N, out_ld, lines * 32, T)
-
-
-@gluon.jit
 def target_of_copy(b_s, stage, COPY: gl.constexpr, T: gl.constexpr):
     # The shared memory of copy COPY of a stage's rows of B.
     PER_PLACE: gl.constexpr = T.n // T.b_rows // T.b_places
@@ -86,10 +55,10 @@ def target_of_copy(b_s, stage, COPY: gl.constexpr, T: gl.constexpr):
 
 
 @gluon.jit
-def produce(stages, work, maps, out_ptr, out_ld, OUT: gl.constexpr, T: gl.constexpr):
+def produce(stages, work, maps, OUT: gl.constexpr, T: gl.constexpr):
     # The producer warp: every k block of every item of this program, in order.
     a_s, a_scale_s, b_s, b_scale_s, full, empty = stages
-    M, N, tiles_m, tiles_n, blocks_k, splits = work
+    _, _, tiles_m, tiles_n, blocks_k, splits = work
     a_map, a_scale_map, b_map, b_scale_map, a_scale_ld, b_scale_ld = maps
     A_COPIES: gl.constexpr = T.m // T.a_rows
     B_COPIES: gl.constexpr = T.n // T.b_rows
@@ -127,6 +96,4 @@ def produce(stages, work, maps, out_ptr, out_ld, OUT: gl.constexpr, T: gl.conste
             for i in gl.static_range(B_COPIES):
                 target = target_of_copy(b_s, stage, i, T)
                 async_load(b_map, [col + i * T.b_rows, k * 128], bar, target)
-            if OUT.add == "staged" and not T.turned:
-                prefetch_tile(out_ptr, row, col, M, N, out_ld, k, blocks_k, T)
             stage, phase = advance(stage, phase, T.stages)

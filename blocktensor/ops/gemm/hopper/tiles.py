@@ -39,9 +39,6 @@ TILES = {
 CUBLAS = {BLOCK: "cublas square", 1: "cublas rows"}
 """Names of cuBLAS's kernels in tiles.json, by the rows of B that share a scale."""
 
-ADDED = " +="
-"""Suffix in tiles.json of a tile whose sums are added to an fp32 output."""
-
 CUBLAS_MARGIN = 0.97
 CUBLAS_SAVES_US = 2.0
 """cuBLAS is chosen only if it is predicted to take less than this share of our time, and to save
@@ -114,13 +111,6 @@ def speeds(card: str) -> dict[str, Speed]:
     return {name: Speed(**fields) for name, fields in known.items()}
 
 
-def speed_of(tile: Tile, accumulate: bool, card: str) -> Speed:
-    """Return the speed of a tile on a card, of sums added to an output if ``accumulate``."""
-    known = speeds(card)
-    speed = known[tile.name]
-    return known.get(tile.name + ADDED, speed) if accumulate else speed
-
-
 def possible_splits(blocks: int) -> list[int]:
     """Return the numbers of equal splits of ``blocks`` k blocks, each of at least 4."""
     return [
@@ -136,15 +126,14 @@ def choose_tile(
     b_block: int,
     card: Card,
     plain: bool = True,
-    accumulate: bool = False,
     turned: bool = True,
     splits_k: bool = True,
 ) -> tuple[Tile, int, float]:
     """Return the tile for a shape, the number of splits of K, and predicted microseconds.
 
-    ``accumulate``: sums are added to an output. Not ``plain``: bias and masked stores together, for
-    which two row waves leave no registers. Not ``turned``: a bias, which turned tiles cannot add.
-    Not ``splits_k``: the bits of a row may not depend on ``m``.
+    Not ``plain``: bias and masked stores together, for which two row waves leave no registers. Not
+    ``turned``: a bias, which turned tiles cannot add. Not ``splits_k``: the bits of a row may not
+    depend on ``m``.
     """
     predicted = {}
     for tile in TILES.values():
@@ -152,7 +141,7 @@ def choose_tile(
             continue
         if tile.turned and not turned:
             continue
-        speed = speed_of(tile, accumulate, card.name)
+        speed = speeds(card.name)[tile.name]
         for splits in possible_splits(blocks) if splits_k and not tile.turned else [1]:
             us = speed.microseconds(m, n, blocks, card.sms, splits)
             if splits > 1:
@@ -162,10 +151,10 @@ def choose_tile(
     return tile, splits, us
 
 
-def programs_for(tile: Tile, items: int, blocks: int, card: Card, accumulate: bool = False) -> int:
+def programs_for(tile: Tile, items: int, blocks: int, card: Card) -> int:
     """Return the number of programs that share ``items`` tiles over ``blocks`` k blocks each."""
     at_once = card.sms * tile.programs
-    us = ceil_div(items, at_once) * speed_of(tile, accumulate, card.name).wave(blocks)
+    us = ceil_div(items, at_once) * speeds(card.name)[tile.name].wave(blocks)
     return programs_in_turn(items, at_once, us)
 
 

@@ -18,17 +18,3 @@ _REINTERPRET = (
 def reinterpret(memory, dtype, shape, layout, _semantic=None):
     """View shared memory with another dtype, shape and layout of the same size."""
     return getattr(memory, _REINTERPRET)(dtype, shape, layout, _semantic=_semantic)
-
-
-if hasattr(tma, "async_atomic_add"):  # Triton 3.8 and later
-    async_atomic_add = tma.async_atomic_add
-else:  # Triton 3.6 and 3.7 can build the instruction, and have no function for it
-    from triton._C.libtriton import ir
-
-    @builtin
-    def async_atomic_add(tensor_desc, coord, src, _semantic=None):
-        """Add shared memory to global memory by TMA."""
-        coord = _semantic._convert_to_ir_values(coord, require_i64=False)
-        _semantic.builder.create_async_tma_reduce(
-            ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle
-        )

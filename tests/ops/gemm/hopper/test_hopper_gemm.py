@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -50,7 +49,7 @@ def fixed(name: str) -> SimpleNamespace:
     def gemm(a: Quantized, b: Quantized, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         shape = a.data.shape[0], b.data.shape[0]
         out = torch.empty(shape, dtype=dtype, device=CUDA)
-        hopper.plan_gemm(hopper.for_tma(a), hopper.for_tma(b), bias, out, False, tile)()
+        hopper.plan_gemm(hopper.for_tma(a), hopper.for_tma(b), bias, out, tile)()
         return out
 
     return SimpleNamespace(gemm=gemm, blocks=(1, tile.b_block))
@@ -72,15 +71,11 @@ def test_parts_of_k(name: str, splits: int, rng: Generator) -> None:
         a, b = gemms.operands(Shape(m, n, 14 * 128), (1, tile.b_block), rng)
         rows = -(-m // tile.m) * tile.m
         sums = torch.full((splits * rows, n), float("nan"), device=CUDA)
-        hopper.plan_gemm(a, b, None, sums, False, tile, splits)()
+        hopper.plan_gemm(a, b, None, sums, tile, splits)()
         bias = torch.randn(n, generator=rng, device=CUDA)
         out = torch.full((m, n), float("nan"), device=CUDA)
-        plan_sum(sums.view(splits, rows, n), bias, out, False)()
+        plan_sum(sums.view(splits, rows, n), bias, out)()
         assert relative_error(out, reference.gemm(a, b, bias, FP32)) <= gemms.TOLERANCE[FP32]
-        before = out.clone()
-        plan_sum(sums.view(splits, rows, n), None, out, True)()
-        want = before + reference.gemm(a, b, None, FP32)
-        assert relative_error(out, want) <= gemms.TOLERANCE[FP32]
 
 
 def test_small_batches_are_made_in_parts(rng: Generator) -> None:
@@ -107,36 +102,9 @@ def test_nothing_is_written_outside(name: str, n: int, columns: int, rng: Genera
     tile = TILES[name]
     a, b = gemms.operands(Shape(700, n, 384), (1, tile.b_block), rng)
     buffer, out = gemms.guarded(700, n, BF16, columns)
-    hopper.plan_gemm(a, b, None, out, False, tile)()
+    hopper.plan_gemm(a, b, None, out, tile)()
     gemms.assert_guards_hold(buffer, 700, n)
     assert relative_error(out, reference.gemm(a, b, None, FP32)) <= gemms.TOLERANCE[BF16]
-
-
-@pytest.mark.parametrize(
-    ("name", "mode"),
-    [(n, "staged") for n in TILES]
-    + [(n, "direct") for n, t in TILES.items() if t.b_block == 1 and not t.turned],
-)
-def test_accumulation(
-    name: str, mode: str, rng: Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hopper, "add_mode", lambda *_: mode)
-    tile = TILES[name]
-    for shape in ((130, 132, 300), (700, 576, 2112), (1, 4, 16), (3, 300, 128)):
-        a, b = map(hopper.for_tma, gemms.operands(Shape(*shape), (1, tile.b_block), rng))
-
-        def add(out: Tensor, a: Quantized = a, b: Quantized = b) -> None:
-            hopper.plan_gemm(a, b, None, out, True, tile)()
-
-        gemms.check_addition(add, a, b, 4)
-
-
-@every_kind
-@pytest.mark.parametrize(("n", "columns"), [(2048, 0), (129, 0), (132, 3)])
-def test_accumulation_by_choice(blocks: Blocks, n: int, columns: int, rng: Generator) -> None:
-    """Also into rows that TMA cannot address."""
-    a, b = gemms.operands(Shape(2048, n, 4096), blocks, rng)
-    gemms.check_addition(partial(hopper.gemm_add_, a=a, b=b), a, b, columns)
 
 
 @pytest.mark.parametrize("check", gemms.OF_NUMBERS)
@@ -182,14 +150,11 @@ def test_splits_are_added_in_order(m: int, n: int, count: int, rng: Generator) -
     want = splits[0, :m]
     for part in splits[1:]:
         want = want + part[:m]
-    plan_sum(splits, None, out, False)()
+    plan_sum(splits, None, out)()
     assert torch.equal(out, want)
-    plan_sum(splits, bias, out, False)()
+    plan_sum(splits, bias, out)()
     assert torch.equal(out, want + bias)
-    out.copy_(before[:, :n])
-    plan_sum(splits, None, out, True)()
-    assert torch.equal(out, want + before[:, :n])
     assert torch.equal(whole[:, n:], before[:, n:])
     rounded = torch.empty((m, n), dtype=BF16, device=CUDA)
-    plan_sum(splits, None, rounded, False)()
+    plan_sum(splits, None, rounded)()
     assert torch.equal(rounded, want.bfloat16())

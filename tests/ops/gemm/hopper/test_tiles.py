@@ -40,10 +40,8 @@ def test_what_a_warpgroup_covers_makes_up_the_tile(name: str) -> None:
 
 @pytest.mark.parametrize("card", ["H200", "H100"])
 def test_the_file_knows_every_kernel(card: str) -> None:
-    added = {name + tiles.ADDED for name, tile in TILES.items() if tile.b_block == 1}
-    assert set(speeds(card)) == {*TILES, *tiles.CUBLAS.values(), *added}
-    for name in {*TILES, *added}:
-        tile = TILES[name.removesuffix(tiles.ADDED)]
+    assert set(speeds(card)) == {*TILES, *tiles.CUBLAS.values()}
+    for name, tile in TILES.items():
         assert (speeds(card)[name].m, speeds(card)[name].n) == tile.size
         assert speeds(card)[name].programs == tile.programs
     source = json.loads(tiles.FILE.read_text())[card]
@@ -114,18 +112,6 @@ def test_few_tiles_are_made_in_parts() -> None:
     assert predicted < whole
 
 
-def test_adding_to_an_output_has_speeds_of_its_own(know: Know) -> None:
-    shape = (4096, 4096, 32)
-    plain = choose_tile(*shape, 1, H200)[0]
-    know(plain.name + tiles.ADDED, Speed(*plain.size, 1, 100.0, 0.0, 0.0, 0.0, 0.0))
-    choose_tile.cache_clear()
-    try:
-        assert choose_tile(*shape, 1, H200)[0] == plain
-        assert choose_tile(*shape, 1, H200, accumulate=True)[0] != plain
-    finally:
-        choose_tile.cache_clear()
-
-
 @pytest.mark.parametrize("name", TILES)
 def test_programs_of_long_products_take_turns(name: str) -> None:
     tile, speed = TILES[name], speeds("H200")[name]
@@ -141,11 +127,3 @@ def test_programs_of_long_products_take_turns(name: str) -> None:
                 assert each * wave_us >= tiles.PROGRAM_US or programs <= at_once
                 # and none works twice as long but where its waves or the turns are few
                 assert each * wave_us < 2 * tiles.PROGRAM_US or each == 1
-
-
-def test_what_is_added_takes_longer() -> None:
-    tile, items = TILES["rows 256x128"], SMS * 8
-    longest = max(
-        blocks for blocks in range(400) if tiles.programs_for(tile, items, blocks, H200) == SMS
-    )
-    assert tiles.programs_for(tile, items, longest, H200, accumulate=True) > SMS
