@@ -67,8 +67,7 @@ def variants() -> Iterator[tuple[str, dict[str, Any]]]:
     for name, tile in TILES.items():
         yield from ((name, {"dtype": dtype}) for dtype in DTYPES)
         yield name, {"dtype": BF16, "n": 2111}  # rows that TMA cannot address
-        if not tile.turned:
-            yield name, {"dtype": FP32, "parts": 7}
+        yield name, {"dtype": FP32, "parts": 7}
         if tile.b_block == 128:
             yield name, {"dtype": BF16, "bias": True}
             if tile.rows == 1:
@@ -137,12 +136,10 @@ def test_grouped_fprop(tile: Tile, dtype: torch.dtype, bias: bool, n: int) -> No
 
 
 def wgrads() -> Iterator[tuple[Tile, torch.dtype, int, int]]:
-    found_tiles, shapes = (
-        tiles.ROWS + tiles.WGRAD_SQUARES,
-        ((N, K), (N, 130), (2880,) * 2, (1408, K)),
-    )
-    for found, dtype, (n, k) in itertools.product(found_tiles, (BF16, FP32), shapes):
-        if tiles.stores_fit(found.tile, n, k):
+    shapes = ((N, K), (N, 130), (2880, 2880), (1408, K))
+    every_tile = tiles.ROWS + tiles.WGRAD_SQUARES
+    for found, dtype, (n, k) in itertools.product(every_tile, (BF16, FP32), shapes):
+        if tiles.stores_fit(found.tile, n):
             yield found.tile, dtype, n, k
 
 

@@ -130,8 +130,7 @@ def _by_tiles(p: GemmProblem, gpu: Card) -> tuple[str, float]:
         p.m, p.n, num_blocks(p.k), p.b_format.rows, gpu, splits_k=not p.batch_invariant
     )
     cut = f" and {parts} parts of K" if parts > 1 else ""
-    rows, cols = tile.size
-    return f"{rows}x{cols} tiles{cut}, predicted {us:.0f} us", us
+    return f"{tile.m}x{tile.n} tiles{cut}, predicted {us:.0f} us", us
 
 
 def _gluon_yields(p: GemmProblem) -> str | None:

@@ -83,8 +83,7 @@ def _gluon_why(p: GroupedProblem) -> str:
         )
     else:
         tile, _ = choose_wgrad_tile(p.n, p.k, p.tokens, p.experts, p.b_format.rows, sms(p.device))
-    rows, cols = tile.size
-    return f"{rows}x{cols} tiles"
+    return f"{tile.m}x{tile.n} tiles"
 
 
 def _gluon_declines(p: GroupedProblem) -> str | None:

@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ..gemm.hopper.epilogue import Output
-from ..gemm.hopper.pipeline import advance, target_of_copy, tile_of
+from ..gemm.hopper.pipeline import advance, tile_of
 from ..runtime.triton_compat.gluon import async_load
 
 
@@ -109,7 +109,6 @@ def _load_blocks(
     a_map, a_scale_map, b_map, b_scale_map, a_scale_ld, b_scale_ld = maps
     a_row, a_scale_at, b_row, b_scale_at = operands
     A_COPIES: gl.constexpr = T.m // T.a_rows
-    B_COPIES: gl.constexpr = T.n // T.b_rows
     SCALE_COPIES: gl.constexpr = T.b_scale_copies
     BYTES: gl.constexpr = (T.m + T.n) * 128 + T.a_scales * 4 + SCALE_COPIES * T.b_scales * 4
     for k in range(blocks):
@@ -119,9 +118,7 @@ def _load_blocks(
         for i in gl.static_range(SCALE_COPIES):
             # A copy of a vector starts at a multiple of 16 bytes: of 128x128 scales, k % 4 is used.
             scale_at = b_scale_at + (
-                k * b_scale_ld + i * (T.n // SCALE_COPIES)
-                if T.b_block == 1
-                else i * b_scale_ld + (first + k) // 4 * 4
+                k * b_scale_ld if T.b_block == 1 else i * b_scale_ld + (first + k) // 4 * 4
             )
             async_load(b_scale_map, [scale_at], bar, b_scale_s.index(stage * SCALE_COPIES + i))
         async_load(a_scale_map, [a_scale_at + k * a_scale_ld], bar, a_scale_s.index(stage))
@@ -130,9 +127,7 @@ def _load_blocks(
                 a_map, [a_row + i * T.a_rows, (first + k) * 128], bar,
                 a_s.index(stage * A_COPIES + i),
             )  # fmt: skip
-        for i in gl.static_range(B_COPIES):
-            target = target_of_copy(b_s, stage, i, T)
-            async_load(b_map, [b_row + i * T.b_rows, (first + k) * 128], bar, target)
+        async_load(b_map, [b_row, (first + k) * 128], bar, b_s.index(stage))
         if OUT.cuts_rows:
             if _is_behind(at, item, work, OUT, T):
                 at = _next_group(at, work, OUT, T)

@@ -19,7 +19,7 @@ from .hopper_items import produce as _produce
 
 @gluon.jit
 def _zeros(COUNT: gl.constexpr, T: gl.constexpr):
-    WIDTH: gl.constexpr = T.raw_width
+    WIDTH: gl.constexpr = T.width
     zero = gl.zeros((64, WIDTH), gl.float32, raw_layout(WIDTH))
     zeros = ()
     for _ in gl.static_range(COUNT):
@@ -30,7 +30,7 @@ def _zeros(COUNT: gl.constexpr, T: gl.constexpr):
 @gluon.jit
 def _accumulators(T: gl.constexpr):
     COUNT: gl.constexpr = T.products
-    WIDTH: gl.constexpr = T.raw_width
+    WIDTH: gl.constexpr = T.width
     zero = gl.zeros((64, WIDTH), gl.float32, raw_layout(WIDTH))
     zeros = ()
     for _ in gl.static_range(COUNT):
@@ -67,7 +67,7 @@ def _consume_squares(
     # Consumer warpgroup WG: its share of every item, where B has 128x128 blocks. After the last
     # item the producer fills one more stage with nothing: the next stage may always be awaited.
     _, _, _, _, full, _ = stages
-    LAYOUT: gl.constexpr = raw_layout(T.raw_width)
+    LAYOUT: gl.constexpr = raw_layout(T.width)
     raw = _zeros(1, T)
     zeros = _accumulators(T)
     stage = 0
@@ -107,7 +107,7 @@ def _consume_squares(
 def _consume_rows(stages, items, target, N, WG: gl.constexpr, OUT: gl.constexpr, T: gl.constexpr):
     # The same where both operands have 1x128 blocks: scales are read a block ahead.
     _, a_scale_s, _, b_scale_s, full, empty = stages
-    LAYOUT: gl.constexpr = raw_layout(T.raw_width)
+    LAYOUT: gl.constexpr = raw_layout(T.width)
     COLS: gl.constexpr = T.cols
     DEPTH: gl.constexpr = T.depth
     PIECES: gl.constexpr = T.pieces

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from ..formats import BLOCK, ceil_div
 from ..gemm.hopper.tile import Tile
 from ..gemm.hopper.tiles import TILES, programs_in_turn
-from ..scale_layouts import VECTOR_BYTES
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,6 @@ WGRAD_SQUARES = (
 
 ROWS = (
     GroupedTile(TILES["rows 256x128"], 1.14, 1.16),
-    GroupedTile(TILES["rows 128x192"], 0.87, 0.68),
     GroupedTile(TILES["rows 64x128"], 0.692, 0.35),
 )
 """Tiles for 1x128 blocks on both sides: wgrad."""
@@ -95,7 +93,7 @@ def choose_wgrad_tile(
     predicted = {}
     for found in tiles:
         tile = found.tile
-        if not stores_fit(tile, n, k):
+        if not stores_fit(tile, n):
             continue
         items = experts * ceil_div(n, tile.m) * ceil_div(k, tile.n)
         us, programs = _plan(found, items, blocks, sms)
@@ -105,13 +103,11 @@ def choose_wgrad_tile(
     return _best(predicted)
 
 
-def stores_fit(tile: Tile, n: int, k: int) -> bool:
-    """Return whether a tile has the registers to store gradients ``[n, k]`` of experts.
+def stores_fit(tile: Tile, n: int) -> bool:
+    """Return whether a tile has the registers to store gradients of ``n`` rows of experts.
 
-    Rows at the edge of an expert, and rows that TMA cannot address, are stored with masks.
+    Rows at the edge of an expert are stored with masks.
     """
-    if tile.width == 96:
-        return n % tile.m == 0 and k % (VECTOR_BYTES // 2) == 0
     return tile.m <= BLOCK or n % tile.m == 0
 
 

@@ -163,7 +163,7 @@ def test_hopper_runs_its_own_kernel(pretend: Pretend, change: dict[str, Any]) ->
     assert shown is not None
     shape = problem.m, problem.n, -(-problem.k // 128), problem.b_format.rows
     tile, parts, _ = choose_tile(*shape, H200)
-    assert [int(number or 1) for number in shown.groups()] == [*tile.size, parts]
+    assert [int(number or 1) for number in shown.groups()] == [tile.m, tile.n, parts]
 
 
 def test_where_cublas_is_faster_it_is_left_to_it(

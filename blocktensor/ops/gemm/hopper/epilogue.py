@@ -45,10 +45,7 @@ def _with_bias(x, bias, col, N):
 def _chunks(parts, PARTS: gl.constexpr):
     chunks = ()
     for i in gl.static_range(PARTS):
-        if parts[i].shape[1] == CHUNK:
-            chunks = chunks + (parts[i],)
-        else:
-            chunks = chunks + halves(parts[i])
+        chunks = chunks + halves(parts[i])
     return chunks
 
 
@@ -68,17 +65,12 @@ def _send(
             tma.store_wait(BUFFERS - COUNT if ALTERNATE and WAVE > 0 else 0)
         elif i % BATCH == 0:
             tma.store_wait(0 if COUNT - i > BATCH else BATCH - (COUNT - i))
-        buffer = out_s[WG * BUFFERS + BASE + i % BATCH]
-        if T.turned:
-            buffer = buffer.permute((1, 0))
-        buffer.store(chunks[i].to(out.dtype))
+        out_s[WG * BUFFERS + BASE + i % BATCH].store(chunks[i].to(out.dtype))
         if i % BATCH == BATCH - 1 or i == COUNT - 1:
             fence_async_shared()
             for j in gl.static_range(i // BATCH * BATCH, i + 1):
-                at = col + j * CHUNK
-                place = (at, row) if T.turned else (row, at)
                 full = out_s[WG * BUFFERS + BASE + j % BATCH]
-                async_store(out, [place[0], place[1]], full)
+                async_store(out, [row, col + j * CHUNK], full)
 
 
 @gluon.jit
@@ -91,17 +83,12 @@ def _inside(rows, cols, begin, M, N, OUT: gl.constexpr):
 
 
 @gluon.jit
-def _store_masked(
-    x, out, row, col, begin, M, N, out_ld, OUT: gl.constexpr, T: gl.constexpr
-):  # fmt: skip
+def _store_masked(x, out, row, col, begin, M, N, out_ld, OUT: gl.constexpr):
     # For rows that TMA cannot address, whose length is no multiple of 16 bytes.
     rows = row + gl.arange(0, x.shape[0], layout=gl.SliceLayout(1, x.type.layout))
     cols = _columns(x, col)
     inside = _inside(rows, cols, begin, M, N, OUT)
-    if T.turned:
-        target = out + (cols.to(gl.int64)[None, :] * out_ld + rows[:, None])
-    else:
-        target = out + (rows.to(gl.int64)[:, None] * out_ld + cols[None, :])
+    target = out + (rows.to(gl.int64)[:, None] * out_ld + cols[None, :])
     gl.store(target, x.to(out.dtype.element_ty), mask=inside)
 
 
@@ -136,7 +123,7 @@ def store_wave(
     parts, target, row, col, begin, M, N, WAVE: gl.constexpr, WG: gl.constexpr,
     OUT: gl.constexpr, T: gl.constexpr,
 ):  # fmt: skip
-    # Stores row wave WAVE of warpgroup WG at [row, col]: tensors [64, 64 or 32] from left to right.
+    # Stores row wave WAVE of warpgroup WG at [row, col]: tensors [64, 64] from left to right.
     # A bias is added to columns below `biased`. `begin` is read if OUT.clip.
     _, _, _, _, bias, biased = target
     PARTS: gl.constexpr = T.cols * T.pieces
@@ -163,4 +150,4 @@ def _store_whole(
         _send(_chunks(parts, PARTS), out, out_s, row, col, WAVE, WG, T)
     else:
         for i in gl.static_range(PARTS):
-            _store_masked(parts[i], out, row, col + i * 64, begin, M, N, out_ld, OUT, T)
+            _store_masked(parts[i], out, row, col + i * 64, begin, M, N, out_ld, OUT)

@@ -14,7 +14,6 @@ from .epilogue import CHUNK, store_wave
 from .pipeline import advance, produce, unknown, work_of
 from .products import column_scales, pieces, raw_layout, row_scales
 
-NARROW = gl.constexpr(compiler.NARROW)
 NEWER_PTXAS = gl.constexpr(compiler.NEWER_PTXAS)
 
 
@@ -34,15 +33,12 @@ def allocate(
     E4M3: gl.constexpr = a_map.dtype
     STAGES: gl.constexpr = T.stages
     a_s = gl.allocate_shared_memory(E4M3, [STAGES * (T.m // T.a_rows), T.a_rows, 128], a_map.layout)
-    b_s = gl.allocate_shared_memory(E4M3, [STAGES * T.b_places, T.b_place_rows, 128], b_map.layout)
+    b_s = gl.allocate_shared_memory(E4M3, [STAGES, T.n, 128], b_map.layout)
     out_s = ()
     if OUT.tma:
         # Within one allocation, the compiler would put a barrier between any two stores.
         for _ in gl.static_range(T.warpgroups * T.out_buffers(out.dtype.primitive_bitwidth)):
-            buffer = gl.allocate_shared_memory(
-                out.dtype, [CHUNK, 64] if T.turned else [64, CHUNK], out.layout
-            )
-            out_s = out_s + (buffer,)
+            out_s = out_s + (gl.allocate_shared_memory(out.dtype, [64, CHUNK], out.layout),)
     else:
         out_s = (a_s,)  # not used
     a_scale_s = gl.allocate_shared_memory(gl.float32, [STAGES, T.a_scales], a_scale_map.layout)
@@ -54,8 +50,6 @@ def allocate(
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=T.warpgroups)
-    if T.width == 96:
-        _mark(NARROW)
     if T.b_block == 128:
         _mark(NEWER_PTXAS)
     return (a_s, a_scale_s, b_s, b_scale_s, full, empty), out_s
@@ -66,7 +60,7 @@ def _consume(stages, work, target, WG: gl.constexpr, OUT: gl.constexpr, T: gl.co
     # Consumer warpgroup WG: its share of every item of this program.
     _, a_scale_s, _, b_scale_s, full, empty = stages
     M, N, tiles_m, tiles_n, blocks_k, splits = work
-    WIDTH: gl.constexpr = T.raw_width
+    WIDTH: gl.constexpr = T.width
     LAYOUT: gl.constexpr = raw_layout(WIDTH)
     COUNT: gl.constexpr = T.products
     DEPTH: gl.constexpr = T.depth

@@ -63,10 +63,9 @@ def scales_of(x: Quantized, count: int) -> tuple[TensorDescriptor, int]:
     return scale_map(x.scale, count, ld, minor, major), ld
 
 
-def output_map(out: Tensor, tile: Tile) -> TensorDescriptor:
+def output_map(out: Tensor) -> TensorDescriptor:
     """Return the map of an output matrix for stores of one output buffer."""
     box = [WARPGROUP_ROWS, CHUNK.value]
-    box = box[::-1] if tile.turned else box
     layout = _shared(*box, _OUT[out.dtype])
     return TensorDescriptor(out, list(out.shape), [out.stride(0), 1], box, layout)
 
@@ -91,11 +90,7 @@ def plan_gemm(
     several ``splits`` of K, a divisor of its number of blocks, their fp32 sums go to ``out`` one
     below the other, padded to whole tiles.
     """
-    assert bias is None or not tile.turned
     rows, cols = out.shape
-    if tile.turned:
-        a, b = b, a
-        rows, cols = cols, rows
     (m, k), n = a.data.shape, b.data.shape[0]
     blocks = num_blocks(k)
     tma = fits_tma(out)
@@ -108,8 +103,8 @@ def plan_gemm(
     return Launch(
         gemm_kernel,
         (programs,),
-        (data_map(a.data, tile.a_rows), a_scale_map, data_map(b.data, tile.b_rows), b_scale_map,
-         output_map(out, tile) if tma else out, out, out if bias is None else bias, rows, cols,
+        (data_map(a.data, tile.a_rows), a_scale_map, data_map(b.data, tile.n), b_scale_map,
+         output_map(out) if tma else out, out, out if bias is None else bias, rows, cols,
          tiles_m, tiles_n, blocks // splits, splits, a_scale_ld, b_scale_ld, out.stride(0)),
         {"OUT": output, "T": tile},
         tile.options,
@@ -163,9 +158,8 @@ def _run(a: Quantized, b: Quantized, bias: Tensor | None, out: Tensor, splits_k:
     (m, k), n = a.data.shape, b.data.shape[0]
     plain = bias is None or fits_tma(out)
     tile, splits, _ = choose_tile(
-        m, n, num_blocks(k), b.format.rows, card(out.device), plain, turned=bias is None,
-        splits_k=splits_k,
-    )  # fmt: skip
+        m, n, num_blocks(k), b.format.rows, card(out.device), plain, splits_k
+    )
     a, b = for_tma(a), for_tma(b)
     if splits == 1:
         plan_gemm(a, b, bias, out, tile)()

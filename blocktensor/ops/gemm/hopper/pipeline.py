@@ -45,23 +45,12 @@ def advance(stage, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def target_of_copy(b_s, stage, COPY: gl.constexpr, T: gl.constexpr):
-    # The shared memory of copy COPY of a stage's rows of B.
-    PER_PLACE: gl.constexpr = T.n // T.b_rows // T.b_places
-    place = b_s.index(stage * T.b_places + COPY // PER_PLACE)
-    if PER_PLACE > 1:
-        place = place.slice(COPY % PER_PLACE * T.b_rows, T.b_rows, dim=0)
-    return place
-
-
-@gluon.jit
 def produce(stages, work, maps, OUT: gl.constexpr, T: gl.constexpr):
     # The producer warp: every k block of every item of this program, in order.
     a_s, a_scale_s, b_s, b_scale_s, full, empty = stages
     _, _, tiles_m, tiles_n, blocks_k, splits = work
     a_map, a_scale_map, b_map, b_scale_map, a_scale_ld, b_scale_ld = maps
     A_COPIES: gl.constexpr = T.m // T.a_rows
-    B_COPIES: gl.constexpr = T.n // T.b_rows
     SCALE_COPIES: gl.constexpr = T.b_scale_copies
     BYTES: gl.constexpr = (T.m + T.n) * 128 + T.a_scales * 4 + SCALE_COPIES * T.b_scales * 4
     stage = 0
@@ -79,11 +68,7 @@ def produce(stages, work, maps, OUT: gl.constexpr, T: gl.constexpr):
             mbarrier.expect(bar, BYTES)
             for i in gl.static_range(SCALE_COPIES):
                 # A copy starts at a multiple of 16 bytes: of 128x128 scales, number k % 4 is used.
-                at = (
-                    b_scale_at + i * (T.n // SCALE_COPIES)
-                    if T.b_block == 1
-                    else b_scale_at + i * b_scale_ld + k // 4 * 4
-                )
+                at = b_scale_at if T.b_block == 1 else b_scale_at + i * b_scale_ld + k // 4 * 4
                 async_load(b_scale_map, [at], bar, b_scale_s.index(stage * SCALE_COPIES + i))
             async_load(a_scale_map, [a_scale_at], bar, a_scale_s.index(stage))
             a_scale_at += a_scale_ld
@@ -93,7 +78,5 @@ def produce(stages, work, maps, OUT: gl.constexpr, T: gl.constexpr):
                 async_load(
                     a_map, [row + i * T.a_rows, k * 128], bar, a_s.index(stage * A_COPIES + i)
                 )
-            for i in gl.static_range(B_COPIES):
-                target = target_of_copy(b_s, stage, i, T)
-                async_load(b_map, [col + i * T.b_rows, k * 128], bar, target)
+            async_load(b_map, [col, k * 128], bar, b_s.index(stage))
             stage, phase = advance(stage, phase, T.stages)

@@ -35,15 +35,11 @@ def halves(x):
 
 @gluon.jit
 def pieces(x, T: gl.constexpr):
-    # A raw accumulator as tensors of at most 64 columns; for width 96, the last 32 are dropped.
+    # A raw accumulator as tensors of 64 columns.
     if T.width == 64:
         parts = (x,)
-    elif T.width == 128:
-        parts = halves(x)
     else:
-        left, right = halves(x)
-        right, _ = halves(right)
-        parts = (left, right)
+        parts = halves(x)
     return parts
 
 
@@ -56,12 +52,9 @@ def start(raw, a_s, b_s, stage, INDEX: gl.constexpr, WG: gl.constexpr, T: gl.con
     a = a_s.index(stage * A_COPIES + ROW // T.a_rows)
     if T.a_rows > 64:
         a = a.slice(ROW % T.a_rows, 64, dim=0)
-    if T.width == 96:  # a place of 128 rows, of which the product reads 96 (compiler.py)
-        b = b_s.index(stage * T.b_places + COL // 96)
-    else:
-        b = b_s.index(stage * T.b_places + COL // T.b_rows)
-        if T.b_rows > T.width:
-            b = b.slice(COL % T.b_rows, T.width, dim=0)
+    b = b_s.index(stage)
+    if T.n > T.width:
+        b = b.slice(COL, T.width, dim=0)
     return warpgroup_mma(a, b.permute((1, 0)), raw, use_acc=False, is_async=True)
 
 
@@ -80,9 +73,7 @@ def column_scales(
 ):  # fmt: skip
     # [columns of `like`]: scales of piece PIECE of column part PART
     COL: gl.constexpr = ((WG * T.cols if T.split == "n" else 0) + PART) * T.width
-    FIRST: gl.constexpr = (0 if T.width == 96 else COL) + PIECE * 64
-    copy = stage * T.b_scale_copies + (WG if T.width == 96 else 0)
-    return scales.index(copy).slice(FIRST, like.shape[1]).load(gl.SliceLayout(0, like.type.layout))
+    return scales.index(stage).slice(COL + PIECE * 64, 64).load(gl.SliceLayout(0, like.type.layout))
 
 
 @gluon.jit

@@ -22,14 +22,13 @@ class Tile:
     Attributes:
         name: unique among tiles.
         b_block: rows of B that share a scale: 1 (wgrad) or 128 (fprop, dgrad).
-        width: columns of a product: 64, 96 or 128.
+        width: columns of a product: 64 or 128.
         warpgroups: consumer warpgroups.
         stages: k blocks that shared memory holds.
         buffers: output buffers of a warpgroup, 64 x 32 numbers of 16 bits; for fp32, half as many.
         group: m tiles that share a sweep over n, for reuse in L2.
         registers: registers of a consumer thread.
         programs: programs that an SM holds.
-        turned: the transposed product is computed, and transposed as it is stored.
     """
 
     name: str
@@ -45,22 +44,16 @@ class Tile:
     group: int = 8
     registers: int = 240
     programs: int = 1
-    turned: bool = False
 
     @property
     def m(self) -> int:
-        """Rows of the tile as computed, which are columns of the output if ``turned``."""
+        """Rows of the tile."""
         return WARPGROUP_ROWS * self.rows * (self.warpgroups if self.split == "m" else 1)
 
     @property
     def n(self) -> int:
-        """Columns of the tile as computed."""
+        """Columns of the tile."""
         return self.width * self.cols * (self.warpgroups if self.split == "n" else 1)
-
-    @property
-    def size(self) -> tuple[int, int]:
-        """Rows and columns of the output that a tile covers."""
-        return (self.n, self.m) if self.turned else (self.m, self.n)
 
     @property
     def products(self) -> int:
@@ -68,14 +61,9 @@ class Tile:
         return self.rows * self.cols
 
     @property
-    def raw_width(self) -> int:
-        """Columns of a raw accumulator: Gluon's shapes are powers of two."""
-        return 128 if self.width == 96 else self.width
-
-    @property
     def pieces(self) -> int:
-        """Tensors of at most 64 columns that hold an accumulator of 64 x ``width``."""
-        return -(-self.width // 64)
+        """Tensors of 64 columns that hold an accumulator of 64 x ``width``."""
+        return self.width // 64
 
     @property
     def a_rows(self) -> int:
@@ -88,23 +76,6 @@ class Tile:
         return self.m // self.a_rows
 
     @property
-    def b_rows(self) -> int:
-        """Rows of B that one TMA copy loads."""
-        if self.width == 96:
-            return 32
-        return self.n if self.n & (self.n - 1) == 0 else WARPGROUP_ROWS
-
-    @property
-    def b_place_rows(self) -> int:
-        """Rows of a place in shared memory for B; a product of 96 columns leaves the last empty."""
-        return self.raw_width if self.width == 96 else self.b_rows
-
-    @property
-    def b_places(self) -> int:
-        """Places of a stage: an operand of 96 columns has one of its own."""
-        return self.n // (96 if self.width == 96 else self.b_rows)
-
-    @property
     def a_scales(self) -> int:
         """Row scales that one copy loads: a power of two, at least the rows of the tile."""
         return max(BLOCK, 1 << (self.m - 1).bit_length())
@@ -112,16 +83,12 @@ class Tile:
     @property
     def b_scales(self) -> int:
         """Scales of B that one copy loads."""
-        if self.b_block == BLOCK:
-            return 32  # 128 bytes, of which one number is used
-        return BLOCK if self.width == 96 else self.n
+        return 32 if self.b_block == BLOCK else self.n  # of 128 bytes, one number is used
 
     @property
     def b_scale_copies(self) -> int:
         """Copies that load the scales of B: of 128x128 blocks, one for each 128 columns."""
-        if self.b_block == BLOCK:
-            return self.n // BLOCK
-        return 2 if self.width == 96 else 1
+        return self.n // BLOCK if self.b_block == BLOCK else 1
 
     @property
     def options(self) -> dict[str, Any]:

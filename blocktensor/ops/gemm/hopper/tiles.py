@@ -28,9 +28,6 @@ TILES = {
         Tile("square 64x128", BLOCK, rows=1, cols=1, width=128, depth=1, warpgroups=1, buffers=2,
              programs=2),
         Tile("rows 256x128", 1, rows=2, cols=2, width=64, depth=2),
-        Tile("rows 128x192", 1, rows=2, cols=1, width=96, depth=2, split="n", group=16),
-        Tile("rows 192x128", 1, rows=2, cols=1, width=96, depth=2, split="n", group=8,
-             turned=True),
         Tile("rows 64x128", 1, rows=1, cols=2, width=64, depth=2, warpgroups=1, buffers=2,
              programs=2),
     )
@@ -126,23 +123,19 @@ def choose_tile(
     b_block: int,
     card: Card,
     plain: bool = True,
-    turned: bool = True,
     splits_k: bool = True,
 ) -> tuple[Tile, int, float]:
     """Return the tile for a shape, the number of splits of K, and predicted microseconds.
 
     Not ``plain``: bias and masked stores together, for which two row waves leave no registers. Not
-    ``turned``: a bias, which turned tiles cannot add. Not ``splits_k``: the bits of a row may not
-    depend on ``m``.
+    ``splits_k``: the bits of a row may not depend on ``m``.
     """
     predicted = {}
     for tile in TILES.values():
         if tile.b_block != b_block or not (plain or tile.rows == 1 or b_block == 1):
             continue
-        if tile.turned and not turned:
-            continue
         speed = speeds(card.name)[tile.name]
-        for splits in possible_splits(blocks) if splits_k and not tile.turned else [1]:
+        for splits in possible_splits(blocks) if splits_k else [1]:
             us = speed.microseconds(m, n, blocks, card.sms, splits)
             if splits > 1:
                 us = (us + SUM_US + splits * m * n / SUMMED_PER_US) / SPLITS_MARGIN

@@ -1,8 +1,5 @@
 """Changes to a kernel between Triton and its assembler, and the errors of a failed compilation.
 
-- **Products of 96 columns.** Gluon's tensors are powers of two wide, so the Hopper GEMM has
-  products of 128 columns whose last quarter is unused; this pass drops the quarter from the
-  instruction. Without it the kernel is correct but takes 1.8 times as long.
 - **ptxas after 12.8.** Triton 3.6 and 3.7 assemble for sm_90 with ptxas 12.8, which lets the warp
   yield at every multiply-add; the newer one in the same folder does not. Where promotion is one
   multiply-add an element (128x128 blocks) it is 3-8% faster; where it is two operations (1x128),
@@ -12,16 +9,15 @@
   backward takes 1.22 times as long. ``default_allocation`` restores what ptxas does by itself, for
   casts alone, which are compared with the reference byte for byte; GEMMs are no faster with it.
 
-A kernel requests one of the first two changes by a comment in its assembly. Their passes are
-installed while such a kernel is compiled or launched, and no longer: kernels of others, and their
-entries in the compiler cache, do not change.
+A kernel requests the first change by a comment in its assembly. The pass is installed while such a
+kernel is compiled or launched, and no longer: kernels of others, and their entries in the compiler
+cache, do not change.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,43 +26,10 @@ from typing import Any
 import triton
 from triton.runtime.errors import TritonError
 
-NARROW = "// blocktensor: products of 96 columns"
 NEWER_PTXAS = "// blocktensor: ptxas after 12.8"
 SLOW_PTXAS = "12.8"
 
-_PRODUCT_128 = re.compile(
-    r"wgmma\.mma_async\.sync\.aligned\.m64n128k32\.f32\.e4m3\.e4m3 \{([^}]*)\}"
-)
-
 Stage = Callable[[Any, Any], Any]
-
-
-class CannotNarrow(TritonError):
-    """Raised if the assembly of a GEMM of 96 columns has other products than expected."""
-
-
-def narrow_products(ptx: str) -> str:
-    """Narrow the products of ``ptx`` from 128 columns to 96, if it has the marker ``NARROW``.
-
-    Raises:
-        CannotNarrow: it has the marker, but no such products, or others too.
-    """
-    if NARROW not in ptx:
-        return ptx
-
-    def narrow(match: re.Match[str]) -> str:
-        registers = match[1].split(",")
-        used = ",".join(registers[: len(registers) * 3 // 4])
-        return f"wgmma.mma_async.sync.aligned.m64n96k32.f32.e4m3.e4m3 {{{used}}}"
-
-    narrowed, count = _PRODUCT_128.subn(narrow, ptx)
-    found = ptx.count("wgmma.mma_async.")
-    if count == 0 or count != found:
-        raise CannotNarrow(
-            f"a GEMM of 96 columns has {found} products, {count} of them of 128 columns: expected "
-            f"all of them; this Triton ({triton.__version__}) writes them differently"
-        )
-    return narrowed
 
 
 def with_newer_ptxas(assemble: Stage) -> Stage:
@@ -108,7 +71,7 @@ _installed = threading.RLock()
 
 @contextmanager
 def hopper_gemm() -> Iterator[None]:
-    """Add both passes to Triton's compiler, after any hook already set, until the ``with`` ends."""
+    """Add the pass to Triton's compiler, after any hook already set, until the ``with`` ends."""
     runtime = triton.knobs.runtime
     with _installed:
         before = runtime.add_stages_inspection_hook
@@ -126,8 +89,6 @@ def _hook_after(before: Callable[..., Any] | None) -> Callable[..., Any]:
         if before is not None:
             before(*args)
         stages = args[1]
-        make_ptx = stages["ptx"]
-        stages["ptx"] = lambda source, metadata: narrow_products(make_ptx(source, metadata))
         stages["cubin"] = with_newer_ptxas(stages["cubin"])
         return None
 

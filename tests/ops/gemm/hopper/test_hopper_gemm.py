@@ -63,7 +63,7 @@ def test_every_tile(name: str, dtype: torch.dtype, count: int, rng: Generator) -
         gemms.check_shape(module, shape, module.blocks, rng, dtype)
 
 
-@pytest.mark.parametrize("name", [n for n, t in TILES.items() if not t.turned])
+@every_tile
 @pytest.mark.parametrize("splits", [2, 7, 14])
 def test_parts_of_k(name: str, splits: int, rng: Generator) -> None:
     tile = TILES[name]

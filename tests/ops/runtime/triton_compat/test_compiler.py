@@ -16,31 +16,12 @@ import triton
 from triton.runtime.errors import OutOfResources, TritonError
 
 from blocktensor.ops.runtime.triton_compat import compiler
-from blocktensor.ops.runtime.triton_compat.compiler import NARROW, hopper_gemm, narrow_products
+from blocktensor.ops.runtime.triton_compat.compiler import hopper_gemm
 
 RUNTIME = triton.knobs.runtime
 
 
-def product(columns: int) -> str:
-    registers = ",".join(f"%r{i}" for i in range(columns // 2))
-    name = f"wgmma.mma_async.sync.aligned.m64n{columns}k32.f32.e4m3.e4m3"
-    return f"{name} {{{registers}}}, %rd1, %rd2, p, 1, 1;\n"
-
-
-def test_the_last_quarter_of_the_registers_goes() -> None:
-    """Of kernels with the mark."""
-    ptx, narrow = (product(n) + "add.s32 %r1, %r2;\n" + product(n) for n in (128, 96))
-    assert narrow_products(f"{NARROW}\n{ptx}") == f"{NARROW}\n{narrow}"
-    assert narrow_products(ptx) == ptx
-
-
-@pytest.mark.parametrize("ptx", [NARROW, NARROW + product(64), NARROW + product(128) + product(64)])
-def test_unexpected_products_are_an_error(ptx: str) -> None:
-    with pytest.raises(compiler.CannotNarrow, match="expected all of them"):
-        narrow_products(ptx)
-
-
-def test_the_passes_go_behind_a_hook_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pass_goes_behind_a_hook_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 
     def theirs(*args: Any) -> tuple[str, str]:
@@ -48,13 +29,14 @@ def test_the_passes_go_behind_a_hook_that_is_there(monkeypatch: pytest.MonkeyPat
         return "their key", "their hash"
 
     monkeypatch.setattr(RUNTIME, "add_stages_inspection_hook", theirs)
-    stages = {"ptx": lambda source, metadata: NARROW + product(128), "cubin": lambda *_: b""}
+    monkeypatch.setattr(compiler, "with_newer_ptxas", lambda stage: ("with the pass", stage))
+    stages = {"ptx": "their stage", "cubin": "their stage"}
     with hopper_gemm():
         RUNTIME.add_stages_inspection_hook(None, stages, None, None, None)
         assert RUNTIME.add_stages_inspection_hook() == ("their key", "their hash")
     assert RUNTIME.add_stages_inspection_hook is theirs
     assert seen == [["ptx", "cubin"], ()]
-    assert stages["ptx"](None, None) == NARROW + product(96)
+    assert stages == {"ptx": "their stage", "cubin": ("with the pass", "their stage")}
 
 
 @pytest.fixture
@@ -63,7 +45,7 @@ def unhooked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("unhooked")
-def test_the_passes_are_gone_afterwards() -> None:
+def test_the_pass_is_gone_afterwards() -> None:
     with hopper_gemm():  # Triton 3.7 and later ask a hook for a part of the compiler's cache key
         assert RUNTIME.add_stages_inspection_hook() == ("", "")
     with pytest.raises(ZeroDivisionError), hopper_gemm(), hopper_gemm():
@@ -123,7 +105,6 @@ def test_only_kernels_that_ask_get_the_newer_ptxas(
     [
         (OutOfResources(300000, 232448, "shared memory"), True),
         (TritonError("of any kind"), True),
-        (compiler.CannotNarrow("products"), True),
         (RuntimeError("PassManager::run failed"), True),
         (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
         (torch.cuda.OutOfMemoryError("CUDA out of memory"), False),
