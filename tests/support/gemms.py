@@ -187,6 +187,5 @@ Check = Callable[[Any, Blocks, Generator], None]
 """``check(module, blocks, rng)``."""
 
 OF_NUMBERS: tuple[Check, ...] = (check_promotion, check_scales_per_block, check_bad_blocks)
-OF_CALLS: tuple[Check, ...] = (check_determinism, check_stream, check_views)
-CHECKS = OF_NUMBERS + OF_CALLS
+CHECKS = (*OF_NUMBERS, check_determinism, check_stream, check_views)
 """The contract of every GEMM backend."""

@@ -1,4 +1,4 @@
-"""The portable GEMM and that of cuBLAS on a GPU, for every kind of shape that goes there."""
+"""The GEMM backends on a GPU, for every kind of shape that goes there."""
 
 from __future__ import annotations
 
@@ -21,21 +21,24 @@ from tests.support.numeric import FORMATS, relative_error, worst_row
 pytest.importorskip("triton")
 
 from blocktensor.ops.gemm import triton_gemm
+from blocktensor.ops.gemm.hopper import launch as hopper
 
 CUDA = torch.device("cuda")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SIZES = (1, 3, 4, 12, 16, 48, 127, 128, 129, 130, 144, 272, 300, 576, 1100, 2112, 10944)
-CUBLAS_BLOCKS = ((1, 128), (1, 1))
-TRITON_BLOCKS = (*CUBLAS_BLOCKS, (128, 1), (128, 128))
+MODULES = {"gluon": hopper, "cublas": cublas, "triton": triton_gemm}
+HOPPER_BLOCKS = ((1, 128), (1, 1))
+TRITON_BLOCKS = (*HOPPER_BLOCKS, (128, 1), (128, 128))
 SWEEPS = [
     ("triton", (1, 128), BF16, 30),
     ("triton", (1, 1), FP32, 30),
     ("triton", (128, 1), BF16, 17),
     ("triton", (128, 128), FP32, 17),
     ("triton", (1, 128), FP16, 3),
-    *product(["cublas"], CUBLAS_BLOCKS, [BF16, FP32], [80]),
+    *product(["gluon"], HOPPER_BLOCKS, [BF16], [40]),
+    *product(["cublas"], HOPPER_BLOCKS, [BF16, FP32], [80]),
 ]
-KINDS = [*product(["triton"], TRITON_BLOCKS), *product(["cublas"], CUBLAS_BLOCKS)]
+KINDS = [*product(["triton"], TRITON_BLOCKS), *product(["gluon", "cublas"], HOPPER_BLOCKS)]
 
 
 def sample(name: str, blocks: Blocks, dtype: torch.dtype, count: int) -> list[Shape]:
@@ -65,7 +68,7 @@ def rng() -> Generator:
 def functions(name: str) -> Any:
     if name not in usable_gemm_backends(CUDA):
         pytest.skip(f"{name} does not run here")
-    return cublas if name == "cublas" else triton_gemm
+    return MODULES[name]
 
 
 @pytest.mark.gpu
@@ -86,14 +89,18 @@ def test_contract(name: str, blocks: Blocks, check: gemms.Check, rng: Generator)
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("bias", "dtype"), [(BF16, BF16), (FP32, BF16), (FP32, FP32)])
-def test_bias(bias: torch.dtype, dtype: torch.dtype, rng: Generator) -> None:
-    for shape in (Shape(130, 129, 300), Shape(300, 576, 576), Shape(3, 1, 5), Shape(5, 3, 0)):
-        gemms.check_shape(triton_gemm, shape, (1, 128), rng, dtype, bias)
+@pytest.mark.parametrize(("name", "last"), [("triton", (5, 3, 0)), ("gluon", (4096, 264, 64))])
+def test_bias(
+    name: str, last: tuple[int, int, int], bias: torch.dtype, dtype: torch.dtype, rng: Generator
+) -> None:
+    for shape in ((130, 129, 300), (300, 576, 576), (3, 1, 5), last):
+        gemms.check_shape(functions(name), Shape(*shape), (1, 128), rng, dtype, bias)
 
 
 @pytest.mark.gpu
-def test_more_than_2_to_the_31_elements(rng: Generator) -> None:
-    gemms.check_far(triton_gemm, rng)
+@pytest.mark.parametrize("name", ["triton", "gluon"])
+def test_more_than_2_to_the_31_elements(name: str, rng: Generator) -> None:
+    gemms.check_far(functions(name), rng)
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""The Hopper GEMM on a GPU: every tile, and the choice among them."""
+"""Every tile of the Hopper GEMM on a GPU; ``test_gemm_kernels.py`` tests the choice among them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from blocktensor.ops.devices import card
 from blocktensor.ops.formats import Quantized
 from blocktensor.ops.gemm.hopper.tiles import TILES, choose_tile
 from tests.support import gemms
-from tests.support.gemms import Blocks, Shape
+from tests.support.gemms import Shape
 from tests.support.numeric import relative_error
 
 pytest.importorskip("triton")
@@ -32,8 +32,6 @@ pytestmark = [
 CUDA = torch.device("cuda")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SIZES = (1, 3, 127, 128, 129, 300, 576, 1408, 2112, 10944)
-BLOCKS = ((1, 128), (1, 1))
-every_kind = pytest.mark.parametrize("blocks", BLOCKS, ids=str)
 every_tile = pytest.mark.parametrize("name", TILES)
 
 
@@ -84,18 +82,6 @@ def test_small_batches_are_made_in_parts(rng: Generator) -> None:
         gemms.check_shape(hopper, Shape(m, 2048, 7168), (1, 128), rng, BF16)
 
 
-@every_kind
-def test_the_choice(blocks: Blocks, rng: Generator) -> None:
-    for shape in gemms.shapes(7, 40, SIZES, lambda _: True):
-        gemms.check_shape(hopper, shape, blocks, rng, BF16)
-
-
-@pytest.mark.parametrize(("bias", "dtype"), [(BF16, BF16), (FP32, BF16), (FP32, FP32)])
-def test_bias(bias: torch.dtype, dtype: torch.dtype, rng: Generator) -> None:
-    for shape in (Shape(130, 129, 300), Shape(300, 576, 576), Shape(3, 1, 5), Shape(4096, 264, 64)):
-        gemms.check_shape(hopper, shape, (1, 128), rng, dtype, bias)
-
-
 @every_tile
 @pytest.mark.parametrize(("n", "columns"), [(1032, 8), (129, 0), (129, 3), (264, 1)])
 def test_nothing_is_written_outside(name: str, n: int, columns: int, rng: Generator) -> None:
@@ -114,12 +100,6 @@ def test_numbers_of_every_tile(name: str, check: gemms.Check, rng: Generator) ->
     check(module, module.blocks, rng)
 
 
-@pytest.mark.parametrize("check", gemms.OF_CALLS)
-@every_kind
-def test_calls(blocks: Blocks, check: gemms.Check, rng: Generator) -> None:
-    check(hopper, blocks, rng)
-
-
 @every_tile
 def test_fifty_runs_give_the_same_bits(name: str, rng: Generator) -> None:
     module = fixed(name)
@@ -127,10 +107,6 @@ def test_fifty_runs_give_the_same_bits(name: str, rng: Generator) -> None:
     first = module.gemm(a, b, None, FP32)
     for _ in range(50):
         assert torch.equal(module.gemm(a, b, None, FP32), first)
-
-
-def test_more_than_2_to_the_31_elements(rng: Generator) -> None:
-    gemms.check_far(hopper, rng)
 
 
 @every_tile
