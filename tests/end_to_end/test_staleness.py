@@ -156,7 +156,7 @@ def small(module: Any) -> None:
 
 
 def wait_for_graphs_of(weight: Tensor) -> None:
-    """Wait until the thread of the last backward has freed its graph, as swaps refuse saved tensors.
+    """Wait until the thread of the last backward frees its graph: swaps refuse saved tensors.
 
     ``backward`` on a GPU returns before that.
     """
