@@ -69,7 +69,7 @@ def block_on_cards(content: Content, page: Path) -> list[str]:
     header = ["", *(f"{card}, {_MODES[mode]}" for card in by_card for mode in _BOTH)]
     rows = []
     for variant, name in _WAYS.items():
-        found = [
+        found: list[Row] = [
             next((r for r in c["rows"] if r["variant"] == variant), {}) for c in by_card.values()
         ]
         if any(found):

@@ -9,12 +9,7 @@ from .page_parts import Content, image, not_installed, section, shape_of, source
 from .results import Row, columns, geometric_mean, ratios, select
 from .shapes import label_of_experts
 
-_KINDS = {"fprop": "forward", "wgrad": "weight gradient"}
-# until they are measured again
-_GONE = (
-    "weight gradients, with 1x128 blocks on both sides, had tiles that are gone; without them some "
-    "are [up to 12% slower](experiments/gemms.md#tiles)"
-)
+_KINDS = {"fprop": "forward", "square": "weight gradient"}
 _OTHER_PEERS = {"bf16": "bf16", "DeepGEMM": "deepgemm", "torchao's Triton kernels": "torchao"}
 _PRECISIONS = {"bfloat16": ", bf16", "float32": ", fp32"}
 _WITHOUT_FORMS = ("1 / rms", "RMS norm backward")
@@ -98,7 +93,7 @@ def gemm(content: Content, page: Path) -> list[str]:
     summary = "; ".join(f"{kind} {means}" for kind, means in against.items() if means)
     return section(
         "**GEMMs**, speed over cuBLAS's blockwise kernel, and over the limit, which is cuBLAS with "
-        f"one scale per tensor ({_GONE}):",
+        "one scale per tensor:",
         header,
         [*body, means],
         content,
@@ -142,7 +137,7 @@ def grouped(content: Content, page: Path) -> list[str]:
         remarks.append(f"casts of any groups {_mean(casts, 'dense')} dense")
     return section(
         "**Matmuls of experts**, in groups of uneven sizes, compared with bf16 `torch._grouped_mm` "
-        f"and our GEMM of one matrix and all tokens (dense; {_GONE}):",
+        "and our GEMM of one matrix and all tokens (dense):",
         header,
         [*body, means],
         content,

@@ -116,7 +116,7 @@ def test_gemms(tmp_path: Path) -> None:
         for kind, k, speeds in (
             ("fprop", 7168, {"blocktensor": 1200.0, "cublas": 1000.0, **peers}),
             ("fprop", 2048, {"blocktensor": 1000.0, "cublas": 1000.0}),
-            ("wgrad", 7168, {"blocktensor": 900.0, "cublas": None}),
+            ("square", 7168, {"blocktensor": 900.0, "cublas": None}),
         )
     ]
     results.write("gemm", rows, tmp_path, absent={"torchao": "No module", "deepgemm": "No module"})
