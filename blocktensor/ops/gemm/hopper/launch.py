@@ -139,11 +139,7 @@ def plan_sum(splits: Tensor, bias: Tensor | None, out: Tensor) -> Launch:
         sum_kernel,
         (m * blocks_n,),
         (splits, out if bias is None else bias, out, n, splits.stride(0), out.stride(0), blocks_n),
-        {
-            "SPLITS": splits.shape[0],
-            "COLUMNS": _SUM_COLUMNS,
-            "HAS_BIAS": bias is not None,
-        },
+        {"SPLITS": splits.shape[0], "COLUMNS": _SUM_COLUMNS, "HAS_BIAS": bias is not None},
         {"num_warps": 4, "enable_fp_fusion": True},
     )
 
@@ -153,23 +149,6 @@ def for_tma(x: Quantized) -> Quantized:
     return Quantized(in_vectors(x.data), tma_scale(x), x.format)
 
 
-def _run(a: Quantized, b: Quantized, bias: Tensor | None, out: Tensor, splits_k: bool) -> None:
-    """Run ``out = A B^T (+ bias)`` with the tile and splits of K that are predicted fastest."""
-    (m, k), n = a.data.shape, b.data.shape[0]
-    plain = bias is None or fits_tma(out)
-    tile, splits, _ = choose_tile(
-        m, n, num_blocks(k), b.format.rows, card(out.device), plain, splits_k
-    )
-    a, b = for_tma(a), for_tma(b)
-    if splits == 1:
-        plan_gemm(a, b, bias, out, tile)()
-        return
-    rows = ceil_div(m, tile.m) * tile.m
-    sums = torch.empty((splits * rows, n), dtype=torch.float32, device=out.device)
-    plan_gemm(a, b, None, sums, tile, splits)()
-    plan_sum(sums.view(splits, rows, n), bias, out)()
-
-
 def gemm(
     a: Quantized,
     b: Quantized,
@@ -177,8 +156,19 @@ def gemm(
     out_dtype: torch.dtype,
     batch_invariant: bool = False,
 ) -> Tensor:
-    """See :func:`blocktensor.ops.reference.gemm`."""
-    shape = a.data.shape[0], b.data.shape[0]
-    out = torch.empty(shape, dtype=out_dtype, device=a.data.device)
-    _run(a, b, bias, out, splits_k=not batch_invariant)
+    """See :func:`blocktensor.ops.reference.gemm`; with the tile that is predicted to be fastest."""
+    (m, k), n = a.data.shape, b.data.shape[0]
+    out = torch.empty((m, n), dtype=out_dtype, device=a.data.device)
+    plain = bias is None or fits_tma(out)
+    tile, splits, _ = choose_tile(
+        m, n, num_blocks(k), b.format.rows, card(out.device), plain, not batch_invariant
+    )
+    a, b = for_tma(a), for_tma(b)
+    if splits == 1:
+        plan_gemm(a, b, bias, out, tile)()
+        return out
+    rows = ceil_div(m, tile.m) * tile.m
+    sums = torch.empty((splits * rows, n), dtype=torch.float32, device=out.device)
+    plan_gemm(a, b, None, sums, tile, splits)()
+    plan_sum(sums.view(splits, rows, n), bias, out)()
     return out
