@@ -108,9 +108,6 @@ WAYS = {
     "replicated": Way(shard=lambda model, mesh: replicate(model, mesh=mesh)),
     "gathered before the first forward": Way(shard=gathered_early, reductions=3),
     "microbatches": Way(steps={"microbatches": 3, **ROUNDED}, reductions=9),
-    "microbatches that keep no cast": Way(
-        Recipe(cache_weight=False), steps={"microbatches": 3, **ROUNDED}, reductions=9
-    ),
     "prefetching": Way(shard=prefetching),
     "evaluation between steps": Way(steps={"run": evaluated}, reductions=6),
     "activation checkpointing": Way(steps={"run": recomputed}),
