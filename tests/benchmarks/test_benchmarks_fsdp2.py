@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,6 @@ import torch
 
 pytest.importorskip("rich")
 
-import importlib
-
-import pytest
 from torch import nn
 from torch.distributed.tensor import DTensor
 

@@ -136,8 +136,10 @@ def ctrl_c() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("ctrl_c")
-@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
-@pytest.mark.parametrize("completed", [0, 3, 9])
+@pytest.mark.parametrize(
+    ("error", "completed"),
+    [(KeyboardInterrupt, 0), (MemoryError, 0), (KeyboardInterrupt, 3), (MemoryError, 9)],
+)
 def test_a_run_that_stops_keeps_what_was_done(
     error: type[BaseException],
     completed: int,
