@@ -104,12 +104,21 @@ def _of_microbatches(step: Callable[..., Any]) -> Callable[..., Any]:
     return of_microbatches
 
 
+class _Unread(types.ModuleType):
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
 def start() -> None:
     """What torchtitan expects of its launcher, and no warnings; for processes of their own.
 
-    The variable would tell other libraries that theirs has started this process.
+    The variable would tell other libraries that theirs has started this process. The modules take
+    seconds to import, and no run reads them.
     """
     os.environ.setdefault("LOCAL_RANK", "0")
+    for name in ("datasets", "datasets.distributed"):
+        sys.modules[name] = _Unread(name)
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
 

@@ -126,8 +126,8 @@ def runs_alone(rank: int, world: int, folder: str) -> dict[str, Any]:
         config.checkpoint.load_only = False
         train(config)
     return {
-        "bf16": train(runs.bf16("llama3", 10))[0],
-        "fp8": train(runs.fp8(steps=10))[0],
+        "bf16": train(runs.bf16("llama3", 4))[0],
+        "fp8": train(runs.fp8(steps=4))[0],
         "deepseek_v3": train(runs.fp8("deepseek_v3"))[0],
         "microbatches": train(in_microbatches(runs.fp8(steps=4), 4))[0],
         **{f"{model}, gradients": runs.step(model)[0] for model in MODELS},
@@ -157,7 +157,7 @@ def runs_on_two(rank: int, world: int, folder: str) -> dict[str, Any]:
     plain.activation_checkpoint = long.activation_checkpoint = None
     long.training.seq_len = 256  # 128 of each rank, a whole block
     return {
-        "tp": train(runs.fp8(steps=10, **tp))[0],
+        "tp": train(runs.fp8(steps=4, **tp))[0],
         "tp, step": runs.step(**tp),
         "tp without sp, step": runs.step(**tp, enable_sequence_parallel=False),
         "tp, saved": train(runs.fp8(start="tp", **tp), sums),
@@ -231,8 +231,8 @@ def last_stage(on_ranks: list[dict[str, Any]], run: str) -> Losses:
 
 def test_tensor_parallel(alone: dict[str, Any], on_two: list[dict[str, Any]]) -> None:
     for rank in on_two:
-        assert_rounded(rank["tp"], alone["fp8"], steps=10)
-        assert_close(rank["tp"], alone["bf16"], steps=10)
+        assert_rounded(rank["tp"], alone["fp8"], steps=4)
+        assert_close(rank["tp"], alone["bf16"], steps=4)
 
 
 @pytest.mark.parametrize(
@@ -302,7 +302,7 @@ def test_hybrid_sharding(on_four: list[dict[str, Any]]) -> None:
 def test_checkpoints(alone: dict[str, Any], on_two: list[dict[str, Any]]) -> None:
     """Runs go on as if they had not stopped, and other parallelism reads the same weights."""
     for rank in on_two:
-        assert rank["tp, saved"][0] + rank["tp, more"] == rank["tp"][:4]
+        assert rank["tp, saved"][0] + rank["tp, more"] == rank["tp"]
         for saved_by, read_by in (("tp", "pp"), ("pp", "tp")):
             losses, mine = rank[f"{saved_by}, in {read_by}"]
             assert losses == []
