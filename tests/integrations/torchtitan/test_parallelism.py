@@ -130,7 +130,7 @@ def runs_alone(rank: int, world: int, folder: str) -> dict[str, Any]:
         "fp8": train(runs.fp8(steps=4))[0],
         "deepseek_v3": train(runs.fp8("deepseek_v3"))[0],
         "microbatches": train(in_microbatches(runs.fp8(steps=4), 4))[0],
-        **{f"{model}, gradients": runs.step(model)[0] for model in MODELS},
+        **{f"{model}, gradients": train(runs.fp8(model, 0), gradients)[1] for model in MODELS},
     }
 
 
