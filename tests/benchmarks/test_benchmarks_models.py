@@ -249,8 +249,8 @@ def test_what_eager_saves_by_policy() -> None:
     assert got["fp8, inputs shared"] == got["fp8, inputs shared, cache_weight=False"]
     # in bf16 q, k, v share what they save, and gate and up; the input of o is saved by attention
     dim, hidden = TOKENS * MEMORY.dim, TOKENS * MEMORY.hidden
-    of_dim, of_hidden = (  # an element, and scales of blocks of tokens in rows of 16 bytes
-        elements + 16 * -(-elements // TOKENS // 128) for elements in (dim, hidden)
+    of_dim, of_hidden = (  # an element, and scales of two blocks of tokens in rows of 16 bytes
+        elements + 16 * -(-elements // TOKENS // 128) - 8 for elements in (dim, hidden)
     )
     inputs = 2 * dim + hidden
     assert got["fp8, inputs shared"] - got["bf16"] == 3 * of_dim + of_hidden - 2 * inputs
