@@ -184,10 +184,21 @@ def _copy_(func: Any, x: Tensor, source: Tensor, non_blocking: bool = False) -> 
             f"got {source!r} for {x!r}; convert both models with one recipe, or copy "
             f"source.dequantize()"
         )
+    base = x._base
+    if isinstance(base, BlockwiseFP8Tensor) and not _storages(base) <= _storages(x):
+        raise NotImplementedError(
+            f"copy_ into a part {list(x.shape)} of a BlockwiseFP8Tensor {list(base.shape)}: the "
+            f"part does not share all of its bytes (columns never do; rows do where only the "
+            f"rowwise form is held), so some would keep old values; copy into the whole tensor"
+        )
     _fill(x, source, non_blocking)
     x.source = source.source
     x.source_version = source.source_version
     return x
+
+
+def _storages(x: BlockwiseFP8Tensor) -> set[int]:
+    return {form.data.untyped_storage()._cdata for form in x.operand if form is not None}
 
 
 @implements(ATEN_OPS, aten.gather.default, aten.index.Tensor, aten.index_select.default)

@@ -104,6 +104,28 @@ def test_rows_are_views_and_columns_copies() -> None:
     assert (x.dequantize()[128:256] == 1).all()
 
 
+def test_no_write_to_a_part_leaves_old_bytes_behind() -> None:
+    """Columns are copies, or views of one of two forms; so are rows of a tensor in two forms."""
+    alone, both = made(256, 256, block=SQUARE, forms=ROWWISE), made(256, 256, block=SQUARE)
+    stack = BlockwiseFP8Tensor.from_values(randn(2, 256, 256), SQUARE)
+    source = BlockwiseFP8Tensor.from_values(torch.ones(256, 256).bfloat16(), SQUARE)
+    parts = [
+        (alone, alone[:, :128], source[:, 128:]),
+        *((both, both[at], source[at]) for at in [slice(128), (slice(None), slice(128))]),
+        (stack, stack[0][:, :128], source[:, :128]),
+        (stack, stack[:, :, 128:], stack[:, :, :128]),
+    ]
+    for x, part, ones in parts:
+        before = [form and form.data.clone() for form in x.operand], x.dequantize()
+        with pytest.raises(NotImplementedError, match="keep old values; copy into the whole"):
+            part.copy_(ones)
+        assert torch.equal(x.dequantize(), before[1])
+        for form, data in zip(x.operand, before[0], strict=True):
+            assert form is None or torch.equal(form.data.view(torch.uint8), data.view(torch.uint8))
+    stack[0].copy_(source)
+    assert (stack[0].dequantize() == 1).all()
+
+
 def test_any_rows_of_1x128_blocks_that_hold_no_columnwise_form() -> None:
     x, w = made(300, 320, block=ROW, forms=ROWWISE), quantized(64, 320, block=SQUARE)
     for start, stop in ((1, 300), (7, 133), (299, 300)):
