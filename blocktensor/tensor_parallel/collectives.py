@@ -209,10 +209,10 @@ class TokenShards:
     ) -> Pending[Quantized]:
         # bytes: gloo does not support e4m3, and converts tensors of several dtypes to one; scales
         # by lines, without their padding
-        sent = part.data.view(torch.uint8), part.scale.t().contiguous().view(torch.uint8)
+        sent = part.data.view(torch.uint8), part.scale.t().contiguous().flatten().view(torch.uint8)
         return Pending(
             gather(sent, self.group),
-            lambda data, scale: finish(data, scale.flatten().view(torch.float32)),
+            lambda data, scale: finish(data, scale.view(torch.float32)),
         )
 
     def _in_order(self, gathered: Tensor) -> Tensor:

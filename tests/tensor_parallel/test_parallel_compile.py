@@ -188,8 +188,7 @@ def test_blocks_and_batches_share_graphs(mesh: DeviceMesh) -> None:
             models[0].zero_grad()
             eager.zero_grad()
             assert_alike(compute(models[0], *inputs), compute(eager, *inputs))
-        # with and without a gradient of x, and any number of tokens: of 4, 8, ... blocks, or others
-        assert graphs() == 3
+    assert graphs() == 2  # with and without a gradient of x; any number of tokens
 
 
 @pytest.mark.parametrize("sequence", [False, True])
