@@ -21,9 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..ops import checks
+from ..ops import checks, reference
 from ..ops.cast.ops import quantize_forms
-from ..ops.cross_entropy import ops, reference
+from ..ops.cross_entropy import ops
 from ..ops.formats import BLOCK, Quantized, ceil_div
 from ..ops.gemm.ops import gemm
 from ..recipe import Recipe

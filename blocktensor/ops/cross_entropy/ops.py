@@ -8,14 +8,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .. import reference
 from ..devices import lacks_triton
 from ..op import unregistered
 from ..registry import Backend, first_choice
-from . import reference
 
 CROSS_ENTROPY_BACKENDS: tuple[Backend[torch.device], ...] = (
     Backend("triton", ("cross_entropy.triton_rows",), lacks_triton),
-    Backend("reference", ("cross_entropy.reference",), launches=False),
+    Backend("reference", ("reference",), launches=False),
 )
 """In order of preference; the reference runs on any device."""
 
@@ -25,7 +25,7 @@ def loss_and_gradient_(
 ) -> Tensor:
     """Return the loss of rows of logits, over which its gradient is written.
 
-    See :func:`~.reference.loss_and_gradient_`. A class that does not exist raises on a CPU; on a
+    See :func:`~..reference.loss_and_gradient_`. A class that does not exist raises on a CPU; on a
     GPU it makes the loss and the gradient of its row nan.
 
     Args:

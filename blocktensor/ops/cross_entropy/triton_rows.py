@@ -76,7 +76,7 @@ def sum_losses_kernel(
 def loss_and_gradient_(
     logits: Tensor, target: Tensor, total: Tensor | None, ignore_index: int
 ) -> Tensor:
-    """See :func:`~.reference.loss_and_gradient_`; rows of unit stride."""
+    """See :func:`~..reference.loss_and_gradient_`; rows of unit stride."""
     rows, cols = logits.shape
     losses = torch.empty((rows,), dtype=torch.float32, device=logits.device)
     made = torch.empty((), dtype=torch.float32, device=logits.device)

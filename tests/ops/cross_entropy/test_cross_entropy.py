@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor
 
-from blocktensor.ops.cross_entropy import ops, reference
+from blocktensor.ops import reference
+from blocktensor.ops.cross_entropy import ops
 from blocktensor.ops.cross_entropy.ops import CROSS_ENTROPY_BACKENDS
 from tests.support.models import randn
 from tests.support.numeric import DTYPES, relative_error, to_device
