@@ -274,7 +274,7 @@ def _gradients_of_h(
 def _is_large(plan: GatedPlan, gate: Tensor, offs: Tensor | None) -> bool:
     # A compiler cannot compare sizes; of rows in groups, no kernel makes both gradients in much
     # less time than one after the other.
-    return offs is not None if plan.tracing else gate.nbytes >= plans.LARGE_BYTES
+    return offs is not None if plan.tracing else gate.numel() * gate.itemsize >= plans.LARGE_BYTES
 
 
 def _joint_gradient(
