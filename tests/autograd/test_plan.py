@@ -86,6 +86,13 @@ def test_what_tells_inputs_weights_and_biases_apart() -> None:
     assert_apart(plan, calls)
 
 
+def test_recipes_tell_frozen_weights_apart() -> None:
+    recipes = Recipe(), Recipe(batch_invariant=True), Recipe(wgrad_input="1x128")
+    frozen = [linear(N, K, recipe=r, frozen=True).weight for r in recipes]
+    made = assert_apart(plan, [(X, w) for w in frozen])
+    assert [each.batch_invariant for each in made] == [False, True, False]
+
+
 def test_what_tells_surroundings_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     w = weight()
     plans = [plan(X, w)]

@@ -16,7 +16,7 @@ pytest.importorskip("safetensors")
 from safetensors.torch import load_file, save_file
 
 from blocktensor import CheckpointError, load_fp8
-from blocktensor.checkpoint.contents import entries_of, scales_of
+from blocktensor.checkpoint.contents import Entry, entries_of, scales_of
 from blocktensor.checkpoint.on_disk import read_json, require_safetensors
 from blocktensor.ops.checks import bad_scale
 from blocktensor.ops.formats import BLOCKS_128X128, BLOCKS_128X128_POW2
@@ -88,6 +88,15 @@ def test_an_index_that_does_not_fit(
 def test_the_rest_of_an_index_does_not_matter(folder: Path, metadata: object) -> None:
     edit_json(folder / INDEX, lambda index: index.update(metadata=metadata))
     assert seed_in(folder) == OLD
+
+
+@pytest.mark.parametrize("shape", [(128,), (1, 1, 128, 128)])
+def test_scales_of_what_is_no_matrix_nor_a_stack(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    name = "a.weight"
+    scales = Entry(tmp_path / SINGLE, "F32", (1,) * len(shape), f"{name}_scale_inv")
+    data = Entry(tmp_path / SINGLE, "F8_E4M3", shape, name)
+    with pytest.raises(CheckpointError, match=r"expected F32 .*None: a scale for each"):
+        scales_of({name: data, scales.name: scales})
 
 
 def test_a_tensor_in_two_files_is_refused(folder: Path) -> None:

@@ -102,6 +102,18 @@ def test_there_and_back(tmp_path: Path, target: str) -> None:
         assert torch.equal(model(TOKENS), source(TOKENS))
 
 
+def test_a_shared_module_may_have_any_of_its_names(tmp_path: Path) -> None:
+    source, model = filled(frozen=True), filled(5, convert=False)
+    source.again = model.again = None
+    source.again, source.up = source.up, None
+    model.again = model.up
+    save_fp8(source, tmp_path / "fp8")
+    report = load_fp8(model, tmp_path / "fp8")
+    assert "again.weight" in report.fp8
+    assert model.again is model.up
+    assert_same(state(model.up), state(source.again))
+
+
 def test_scales_of_compressed_tensors_load_after_they_are_renamed(folder: Path) -> None:
     """The remedy of the error: rename them in the files, and in the index."""
 

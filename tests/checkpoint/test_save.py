@@ -304,6 +304,13 @@ ones, which holds plain tensors""",
     save_file(plain, tmp_path / "x")
 
 
+def test_tensors_without_elements_are_stored_each(tmp_path: Path) -> None:
+    model = filled()
+    for name in ("nothing", "nobody"):
+        model.register_buffer(name, torch.empty(0))
+    assert {"nothing", "nobody"} < read(save_fp8(model, tmp_path / "fp8")).keys()
+
+
 def test_a_matrix_and_its_transpose_in_one_memory_are_both_stored(tmp_path: Path) -> None:
     model = filled()
     square = torch.arange(16.0).view(4, 4)

@@ -131,6 +131,15 @@ def test_linears_are_large_on_average(
     assert not [e for e in again.entries if e.name in left and e.converted]
 
 
+def test_what_takes_another_recipe_is_not_small() -> None:
+    """Nor does it count among the linears that are large on average."""
+    model = linears({"fp8": (4096, 2048), "large": (4096, 4096)})
+    convert(model["fp8"], skip_small=False)
+    recipe = Recipe(scale="power_of_two")
+    convert(model, recipe)
+    assert model["fp8"].weight.recipe == model["large"].weight.recipe == recipe
+
+
 def test_a_tied_linear_counts_once() -> None:
     why = "small: linears with N K >= 8388608 have 14680064 on average < 16777216 (skip_small)"
     for tied, left in (("large", {"small"}), ("small", {"small", "also"})):

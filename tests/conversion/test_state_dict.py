@@ -204,6 +204,8 @@ def test_what_is_copied_is_no_weight() -> None:
         with pytest.raises(RuntimeError, match="size mismatch for weight"):
             target.load_state_dict({"weight": torch.ones(3)})
     assert torch.equal(plain(module.weight), ordinary.weight)
+    with pytest.raises(RuntimeError, match="size mismatch for weight"):
+        linear(N, K, frozen=True).load_state_dict({"weight": torch.ones(3)})
 
 
 def test_a_tied_layer_takes_a_plain_weight_and_stays_in_fp8() -> None:

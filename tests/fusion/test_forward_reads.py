@@ -177,6 +177,38 @@ def test_pickles_compare_names_in_no_order() -> None:
     assert Reads(reads).names == Reads(reads[::-1]).names
 
 
+def test_a_second_fuse_reads_anew() -> None:
+    model, _ = fused()
+    model.of_instance = 1.0  # was an int
+    assert not runs_fused(model)
+    fuse(model)
+    assert runs_fused(model)
+
+
+def wrapped(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda *args: function(*args)
+
+
+class Wrapped(MLP):
+    """SwiGLU by way of a decorator."""
+
+    factor = 1.0
+
+    @wrapped
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(hidden(self.gate_proj(x), self.up_proj(x))) * self.factor
+
+
+def test_a_decorated_forward_is_read() -> None:
+    model, twin = converted(Wrapped()), converted(Wrapped())
+    assert fuse(model).left_alone == ()
+    assert runs_fused(model)
+    for each in (model, twin):
+        each.factor = 2.0
+    assert_bits(results(model), results(twin))
+    assert not runs_fused(model)
+
+
 def test_settings_of_an_activation() -> None:
     def made() -> Any:
         return converted(MLP(act=nn.GELU("tanh")))

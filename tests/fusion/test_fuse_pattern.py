@@ -289,3 +289,14 @@ def test_attributes_that_a_forward_reads_are_no_state() -> None:
             return super().forward(x * self.scale["by"][0])
 
     assert fuse(converted(Reads())).left_alone == ()
+
+
+class OfAutocast(MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y * 2 if torch.is_autocast_enabled("cpu") else y
+
+
+def test_a_forward_of_another_kind_under_autocast() -> None:
+    (left,) = fuse(converted(OfAutocast())).left_alone
+    assert left.reason.endswith(" under autocast")

@@ -234,6 +234,13 @@ def test_copies_of_a_copy_have_values_of_their_own() -> None:
     assert torch.equal(wide.detach(), values.float())
 
 
+def test_a_wider_copy_of_a_copy_has_its_rounded_values() -> None:
+    w, x = fp32_weight(), X.float()
+    wide, values = w.bfloat16().float(), plain(w).bfloat16().float()
+    assert torch.equal(wide, values)
+    assert torch.equal(F.linear(x, wide), functional.linear(x, values))
+
+
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_copy_on_another_device_is_there(frozen: bool) -> None:
     w = linear(N, K, dtype=torch.float32, frozen=frozen).weight

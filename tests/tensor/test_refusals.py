@@ -119,6 +119,18 @@ def test_an_error_in_a_forward_names_the_module_and_a_skip_that_serves(
     layers(how, skip=skip)(x).sum().backward()
 
 
+class OfOne(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("tk,nk->tn", x, self[0].weight)
+
+
+def test_a_skip_of_one_linear_by_its_number_is_of_no_other() -> None:
+    x, model = randn(3, DIM), OfOne(nn.Linear(DIM, DIM)).bfloat16()
+    convert(model, skip_small=False)
+    text = complaint(NotImplementedError, lambda: model(x)).replace("\n", " ")
+    assert text.endswith("convert(model, skip=['0'])")
+
+
 def test_an_error_outside_of_modules_is_as_it_was() -> None:
     module = linear(DIM, DIM, bias=True)
     text = complaint(NotImplementedError, lambda: torch.inner(module.weight, module.bias))

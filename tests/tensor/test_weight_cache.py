@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
 
-from blocktensor import Recipe, functional
+from blocktensor import BlockwiseFP8Weight, Recipe, functional
 from blocktensor.ops import reference
 from blocktensor.ops.formats import BLOCKS_128X128
 from blocktensor.tensor import weight_cache
@@ -182,6 +182,17 @@ def test_a_part_shares_the_counter_of_its_weight(of_part: bool) -> None:
     y = F.linear(leaf(), part).sum()
     with torch.no_grad():
         (part.detach() if of_part else weight.master).add_(1)
+    with pytest.raises(RuntimeError, match=MODIFIED):
+        y.backward()
+
+
+@policies
+def test_a_matrix_shares_the_counter_of_its_stack(policy: Any) -> None:
+    """Of a write below autograd, which the counters of views do not see."""
+    recipe = Recipe(cache_weight=policy)
+    stack = nn.Parameter(BlockwiseFP8Weight(randn(2, N, K, dtype=torch.float32), recipe))
+    y = F.linear(leaf(), stack[1]).sum()
+    stack.master.add_(1)
     with pytest.raises(RuntimeError, match=MODIFIED):
         y.backward()
 

@@ -180,6 +180,14 @@ def test_a_linear_that_was_in_float64(mesh: DeviceMesh, frozen: bool) -> None:
 
 
 @on_ranks(2, gpus=())
+def test_an_output_that_is_cut_by_features(mesh: DeviceMesh) -> None:
+    x = my_part(mesh, drawn((6, K), BF16, 1), -1)
+    whole = parallelize_module(converted(), mesh, RowwiseParallel())
+    module = parallelize_module(converted(), mesh, RowwiseParallel(output_layouts=Shard(-1)))
+    assert_same(module(x), my_part(mesh, whole(x), -1))
+
+
+@on_ranks(2, gpus=())
 def test_an_fp8_input_whose_tokens_are_cut_off_the_grid(mesh: DeviceMesh) -> None:
     """Only a weight gradient reads columnwise blocks, of the tokens of all ranks."""
     module = parallelize_module(converted(), mesh, ColwiseParallel(input_layouts=Shard(0)))
@@ -188,6 +196,11 @@ def test_an_fp8_input_whose_tokens_are_cut_off_the_grid(mesh: DeviceMesh) -> Non
         assert_same(module(quantize(x)), module(x))
     with pytest.raises(ValueError, match="its columnwise blocks of 128 tokens do not begin"):
         module(quantize(x))
+    recipe = Recipe(wgrad_input="high_precision")  # whose weight gradient reads none
+    module = parallelize_module(
+        converted(recipe=recipe), mesh, ColwiseParallel(input_layouts=Shard(0))
+    )
+    assert_same(module(quantize(x, recipe=recipe)), module(x))
 
 
 # PrepareModuleInput casts and gathers once for all linears that read an input
@@ -322,6 +335,17 @@ def test_a_linear_left_in_high_precision(mesh: DeviceMesh, device: str) -> None:
         got = compute(module, my_part(mesh, x, 1), my_part(mesh, grad, -1))
     assert_same(got.grads["first.weight"], my_part(mesh, want.grads["first.weight"], 0))
     assert relative_error(got.y, my_part(mesh, want.y, -1)) < 4e-3
+
+
+@on_ranks(2, gpus=())
+def test_a_rowwise_linear_of_the_module_reads_another_input(mesh: DeviceMesh) -> None:
+    """Its recipe may be another, therefore."""
+    module, x = siblings(mesh), input_of(mesh)
+    module.add_module("third", converted(K, 256, recipe=Recipe(scale="power_of_two")))
+    parallelize_module(module.third, mesh, RowwiseParallel())
+    parallel(module, mesh)
+    module.register_forward_hook(lambda m, args, y: m.third(y))
+    assert_same(module(x), module.third(parallel(siblings(mesh), mesh)(x)))
 
 
 @on_ranks(2)

@@ -9,6 +9,7 @@ import torch
 
 from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_128X128, BlockFormat
 from blocktensor.ops.grouped_gemm.choose_backend import GroupedProblem, choose_grouped
+from blocktensor.ops.grouped_gemm.tiles import choose_wgrad_tile
 from blocktensor.ops.runtime.specialize import GEMM_VARIABLE
 from tests.support.pretended_gpu import CPU, CUDA, Pretend
 
@@ -57,3 +58,11 @@ def test_who_makes_weight_gradients(
     assert [choose_grouped(p).why for p in (PROBLEM, large)] == ["128x128 tiles", "128x256 tiles"]
     choice = choose_grouped(replace(PROBLEM, kind="wgrad", a_format=a, b_format=b))
     assert (choice.name, choice.others) == (name, others)
+
+
+@pytest.mark.parametrize(("experts", "in_turn"), [(15, True), (16, False)])
+def test_programs_of_many_weight_gradients_do_not_start_in_turn(
+    experts: int, in_turn: bool
+) -> None:
+    tile, programs = choose_wgrad_tile(4096, 7168, 4096 * experts, experts, 128, sms=132)
+    assert (programs > 132 * tile.programs) == in_turn

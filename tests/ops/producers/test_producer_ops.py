@@ -67,6 +67,11 @@ WIDE = torch.empty((128, 256), device="meta")
             (torch.empty((128, 258), device="meta"),),
             "reads fp16 and fp32 in whole vectors of eight elements",
         ),
+        (
+            "triton",
+            (torch.empty((128, 264), device="meta")[:, :258],),
+            "reads fp16 and fp32 in whole vectors of eight elements",
+        ),
         ("triton", (WIDE,), None),
     ],
 )

@@ -171,6 +171,28 @@ def test_a_change_between_forward_and_backward(mesh: DeviceMesh, forwards: int) 
 
 
 @on_ranks(2, gpus=())
+def test_a_gather_after_a_backward_that_raised(mesh: DeviceMesh) -> None:
+    """Has the present values, though FSDP's group is as the backward has left it."""
+
+    def fail(grad: Tensor) -> None:
+        raise KeyError("a hook")
+
+    model, _ = trained(mesh)
+    handle = model[1].register_forward_hook(lambda module, args, y: y.register_hook(fail) and None)
+    with pytest.raises(KeyError, match="a hook"):
+        loss_of(model, 0).backward()
+    handle.remove()
+    for part in (*model[::2], model):
+        part.reshard()
+    scale(2, model[2].weight)
+    single = converted()
+    single.load_state_dict({name: whole(p) for name, p in model.named_parameters()})
+    model[2].unshard()
+    with torch.no_grad():
+        assert torch.equal(loss_of(model, 1), loss_of(single, 1))
+
+
+@on_ranks(2, gpus=())
 def test_an_optimizer_in_backward_after_an_evaluation(mesh: DeviceMesh) -> None:
     """FSDP gathers ahead for backward what no backward uses, and what has stepped already."""
     model, _ = sharded(converted(), mesh)

@@ -113,6 +113,7 @@ def test_which_tensors_are_shards_with_the_same_rows() -> None:
     for part in (rows.t(), *rows.split(2), rows.view(1, 3, 192), stack.transpose(1, 2), stack[0]):
         assert type(part) is FP8Shard  # with which products raise
     assert type(rows.view(-1)) is type(rows[0]) is Tensor
+    assert type(rows.new_zeros(1, 3, 192)) is type(stack.new_zeros(3, 192)) is Tensor
 
 
 # What optimizers, clipping, reports and files see
