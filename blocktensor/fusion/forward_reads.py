@@ -179,8 +179,8 @@ def _is_of_users(x: Any) -> bool:
 def on_copies(module: nn.Module) -> Iterator[None]:
     """Let the modules in ``module`` use copies of their attributes and buffers, and drop these.
 
-    Copied is all that an attribute leads to, but no other module or parameter. What cannot be
-    pickled, variables of classes and files, and closures stay shared.
+    All that an attribute leads to is copied, except other modules and parameters. Shared are
+    closures, variables of classes and files, and attributes that cannot be pickled.
     """
     before = [(each, vars(each)) for each in module.modules()]
     try:

@@ -146,7 +146,7 @@ def test_stacks_that_lie_transposed(name: str) -> None:
 
 
 def test_rows_that_are_fp8_already() -> None:
-    """Of weights that need no gradient."""
+    """The weights need no gradient."""
     kind = Kind(groups="whole blocks")
     rows, operands = quantize(kind.inputs(grad=False), FP32_SCALES), kind.weights()
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""What ops refuse, with the whole text, and what cannot come from callers."""
+"""Errors of ops, with their whole texts, and checks of what callers guarantee."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def narrow(x: Quantized, k: int) -> Quantized:
 
 
 def misfits(*calls: Callable[[], object]) -> None:
-    """What callers have checked is checked again, where kernels would leave an operand."""
+    """Assert that each call is refused: its kernel would read or write beyond an operand."""
     for call in calls:
         with pytest.raises(ValueError, match="internal: arguments of an FP8 op do not fit"):
             call()

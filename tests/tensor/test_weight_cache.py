@@ -188,7 +188,7 @@ def test_a_part_shares_the_counter_of_its_weight(of_part: bool) -> None:
 
 @policies
 def test_a_matrix_shares_the_counter_of_its_stack(policy: Any) -> None:
-    """Of a write below autograd, which the counters of views do not see."""
+    """A write below autograd, which the counters of views do not see."""
     recipe = Recipe(cache_weight=policy)
     stack = nn.Parameter(BlockwiseFP8Weight(randn(2, N, K, dtype=torch.float32), recipe))
     y = F.linear(leaf(), stack[1]).sum()
