@@ -95,7 +95,7 @@ def all_runs(rank: int, world: int, folder: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("fsdp2")
-    results = ranks.run(all_runs, 2, str(folder))
+    results = ranks.run(all_runs, 2, folder)
     assert results[0]["other"] == results[1]["other"]
     assert "result.json" not in results[1]["printed"], "rank 0 alone speaks"
     return {"folder": folder, **results[0]}

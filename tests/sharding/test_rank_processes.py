@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -106,6 +107,27 @@ def test_a_corrupted_heap_is_another_try(tmp_path: Path, capsys: Any) -> None:
     with pytest.raises(RuntimeError, match="exit code -6") as other:
         ranks.call_on_ranks(1, "cpu", os.abort)
     assert not isinstance(other.value, ranks.HeapCorrupted)
+
+
+def _die_in_a_folder_that_is_used(rank: int, world: int, folder: str) -> list[str]:
+    names = sorted(path.name for path in Path(folder).iterdir())
+    dist.barrier()
+    Path(folder, f"by {rank}").touch()
+    calls = Path(folder).with_name("calls")
+    if rank == 1 and not calls.exists():
+        calls.touch()
+        os.kill(os.getpid(), signal.SIGSEGV)
+    dist.barrier()
+    return names
+
+
+@pytest.mark.parametrize("start", [None, "start"])
+def test_another_try_begins_with_the_first_ones_folder(tmp_path: Path, start: str | None) -> None:
+    (tmp_path / "start").mkdir()
+    (tmp_path / "start" / "a checkpoint").touch()
+    given = start and tmp_path / start
+    names = ranks.run(_die_in_a_folder_that_is_used, 2, tmp_path / "runs", given)
+    assert names == [["a checkpoint"] if start else []] * 2
 
 
 def test_a_rank_that_does_not_start_says_why() -> None:

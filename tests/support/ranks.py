@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import pickle
 import re
+import shutil
 import signal
 import sys
 import tempfile
@@ -83,18 +84,25 @@ def on_ranks(*worlds: int, gpus: Sequence[int] | None = None) -> Callable[[Test]
 def call_on_ranks(
     world: int, device: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> list[Any]:
-    """:meth:`_Group.call` of the shared group; on the CPU once more if a heap was corrupted.
+    """:meth:`_Group.call` of the shared group; on the CPU once more if a heap was corrupted."""
+
+    def attempt() -> list[Any]:
+        return _shared(world, device).call(function, *args, **kwargs)
+
+    return _once_more(attempt) if device == "cpu" else attempt()
+
+
+def _once_more(attempt: Callable[[], list[Any]]) -> list[Any]:
+    """Return what ``attempt`` returns, or a second one if a heap was corrupted in the first.
 
     Functional collectives of torch 2.13 over gloo do that, without blocktensor too: about once in
     40,000 rounds of four that were in flight at a time, between pairs of 4 ranks.
     """
     try:
-        return _shared(world, device).call(function, *args, **kwargs)
+        return attempt()
     except HeapCorrupted as error:
-        if device != "cpu":
-            raise
         sys.stderr.write(f"once more, since {error}\n")
-    return _shared(world, device).call(function, *args, **kwargs)
+    return attempt()
 
 
 def _run_test(test: Test, **given: Any) -> None:
@@ -122,21 +130,37 @@ def shared_mesh(device: str, *shape: int, names: tuple[str, ...]) -> DeviceMesh:
     return init_device_mesh(device, shape, mesh_dim_names=names)
 
 
-def run(function: Callable[..., Any], world: int, *args: Any) -> list[Any]:
-    """``function(rank, world, *args)`` on new ranks on the CPU; what each returned, in order.
+def run(
+    function: Callable[[int, int, str], Any], world: int, folder: Path, start: Path | None = None
+) -> list[Any]:
+    """``function(rank, world, folder)`` on new ranks on the CPU; what each returned, in order.
+
+    Args:
+        folder: made anew, for a second attempt too.
+        start: a folder that it begins as a copy of; by default it is empty.
 
     Raises:
         RuntimeError: with the traceback of each rank that failed.
     """
-    group = _Group(world, "cpu")
-    try:
-        return group.call(_run_on_rank, function, world, *args)
-    finally:
-        group.close()
+
+    def attempt() -> list[Any]:
+        if folder.exists():
+            shutil.rmtree(folder)
+        if start is None:
+            folder.mkdir()
+        else:
+            shutil.copytree(start, folder)
+        group = _Group(world, "cpu")
+        try:
+            return group.call(_run_on_rank, function, world, str(folder))
+        finally:
+            group.close()
+
+    return _once_more(attempt)
 
 
-def _run_on_rank(function: Callable[..., Any], world: int, *args: Any) -> Any:
-    return function(dist.get_rank(), world, *args)
+def _run_on_rank(function: Callable[[int, int, str], Any], world: int, folder: str) -> Any:
+    return function(dist.get_rank(), world, folder)
 
 
 def forking() -> Any:

@@ -200,20 +200,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = ranks.run(runs_alone, 1, str(folder))[0]
+    found: dict[str, Any] = ranks.run(runs_alone, 1, folder / "alone")[0]
     for copy in ("tp", "pp"):
-        shutil.copytree(folder / "llama3", folder / copy)
+        shutil.copytree(folder / "alone" / "llama3", folder / "alone" / copy)
     return found
 
 
 @pytest.fixture(scope="module")
 def on_two(alone: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
-    return ranks.run(runs_on_two, 2, str(folder))
+    return ranks.run(runs_on_two, 2, folder / "two", start=folder / "alone")
 
 
 @pytest.fixture(scope="module")
-def on_four(alone: dict[str, Any], on_two: Any, folder: Path) -> list[dict[str, Any]]:
-    return ranks.run(runs_on_four, 4, str(folder))
+def on_four(alone: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
+    return ranks.run(runs_on_four, 4, folder / "four", start=folder / "alone")
 
 
 def assert_rounded(got: Losses, want: Losses, steps: int, by: float = 0.002) -> None:

@@ -91,13 +91,13 @@ def runs_on_two(rank: int, world: int, folder: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    found: dict[str, Any] = ranks.run(runs_alone, 1, str(tmp_path_factory.mktemp("runs")))[0]
+    found: dict[str, Any] = ranks.run(runs_alone, 1, tmp_path_factory.mktemp("runs"))[0]
     return found
 
 
 @pytest.fixture(scope="module")
 def on_two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    first, second = ranks.run(runs_on_two, 2, str(tmp_path_factory.mktemp("runs")))
+    first, second = ranks.run(runs_on_two, 2, tmp_path_factory.mktemp("runs"))
     assert str(first) == str(second)
     found: dict[str, Any] = first
     return found
