@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ START = 2
 """The step of the checkpoint, which one process made."""
 
 SCHEDULES = ("1F1B", "Interleaved1F1B")
+ZERO_BUBBLE = ("InterleavedZeroBubble", "ZBVZeroBubble")
 
 Gradients = dict[str, torch.Tensor]
 
@@ -111,11 +112,14 @@ def gathers(trainer: Any) -> Counter[torch.dtype]:
     return found.dtypes
 
 
-def in_microbatches(config: Any, count: int) -> Any:
-    """Let a pipeline take ``count`` sequences one by one; without one, accumulate over them."""
+def in_microbatches(config: Any, count: int, ranks: int = 1) -> Any:
+    """Let a pipeline take ``count`` sequences one by one; without one, accumulate over them.
+
+    ``ranks``: how many of data parallelism take so many each.
+    """
     pipelined = config.parallelism.pipeline_parallel_degree > 1
     config.training.local_batch_size = count if pipelined else 1
-    config.training.global_batch_size = count
+    config.training.global_batch_size = count * ranks
     return config
 
 
@@ -153,6 +157,11 @@ def runs_on_two(rank: int, world: int, folder: str) -> dict[str, Any]:
         config = runs.fp8(steps=4, pipeline_parallel_schedule=schedule, **pp)
         return train(in_microbatches(config, 4))[0]
 
+    def zero_bubble(make: Callable[..., Any], schedule: str) -> Losses:
+        config = make("llama3", 2, **pp, pipeline_parallel_schedule=schedule)
+        config.activation_checkpoint = None
+        return train(in_microbatches(config, 4))[0]
+
     plain, long = runs.fp8(**tp), runs.fp8(steps=0, **tp)
     plain.activation_checkpoint = long.activation_checkpoint = None
     long.training.seq_len = 256  # 128 of each rank, a whole block
@@ -169,6 +178,8 @@ def runs_on_two(rank: int, world: int, folder: str) -> dict[str, Any]:
         "deepseek_v3, tp and ep, step": runs.step("deepseek_v3", **experts),
         "deepseek_v3, tp and ep": train(runs.fp8("deepseek_v3", **experts))[0],
         **{schedule: pipelined(schedule) for schedule in SCHEDULES},
+        **{schedule: zero_bubble(runs.fp8, schedule) for schedule in ZERO_BUBBLE},
+        **{f"{schedule}, bf16": zero_bubble(runs.bf16, schedule) for schedule in ZERO_BUBBLE},
         "pp, saved": train(in_microbatches(runs.fp8(start="pp", **pp), 4), sums),
         "pp, in tp": train(runs.fp8(start="pp", **tp), sums),
         "pp, more": train(in_microbatches(runs.fp8(steps=4, start="pp", **pp), 4))[0],
@@ -183,13 +194,16 @@ def runs_on_two(rank: int, world: int, folder: str) -> dict[str, Any]:
 def runs_on_four(rank: int, world: int, folder: str) -> dict[str, Any]:
     runs = Runs(folder)
     tp: dict[str, Any] = {"tensor_parallel_degree": 2}
+    pp: dict[str, Any] = {"pipeline_parallel_degree": 2}
     hsdp: dict[str, Any] = {"data_parallel_replicate_degree": 2}
     return {
         "fsdp": train(runs.fp8())[0],
         "hsdp": train(runs.fp8(**hsdp), audited),
         "tp x fsdp": train(runs.fp8(**tp), audited),
         "tp x fsdp, bf16": train(runs.bf16("llama3", 2, **tp))[0],
-        "tp x pp": train(in_microbatches(runs.fp8(**tp, pipeline_parallel_degree=2), 4))[0],
+        "tp x pp": train(in_microbatches(runs.fp8(**tp, **pp), 4))[0],
+        "fsdp x pp": train(in_microbatches(runs.fp8(**pp), 4, ranks=2), audited),
+        "fsdp x pp, bf16": train(in_microbatches(runs.bf16("llama3", 2, **pp), 4, ranks=2))[0],
     }
 
 
@@ -273,6 +287,14 @@ def test_pipeline(alone: dict[str, Any], on_two: list[dict[str, Any]], schedule:
     assert_rounded(last_stage(on_two, schedule), alone["microbatches"], steps=4, by=1e-4)
 
 
+@pytest.mark.parametrize("schedule", ZERO_BUBBLE)
+def test_zero_bubble(alone: dict[str, Any], on_two: list[dict[str, Any]], schedule: str) -> None:
+    """The norm of the gradients is 0.3% less than with 1F1B, in bf16 too: torch's."""
+    found, plain = last_stage(on_two, schedule), last_stage(on_two, f"{schedule}, bf16")
+    assert_rounded(found, plain, steps=2, by=2e-4)
+    assert_rounded(found, alone["microbatches"][:2], steps=2, by=4e-3)
+
+
 def test_tensor_parallel_stages(alone: dict[str, Any], on_four: list[dict[str, Any]]) -> None:
     assert_rounded(last_stage(on_four, "tp x pp"), alone["microbatches"][:2], steps=2)
 
@@ -290,6 +312,14 @@ def test_tensor_parallel_with_fsdp2(
         assert_rounded(found, on_two[0]["fsdp"], steps=2)
         assert_close(found, rank["tp x fsdp, bf16"], steps=2)
         assert_all_in_fp8(products, MODELS["llama3"])
+
+
+def test_stages_that_fsdp2_shards(on_four: list[dict[str, Any]]) -> None:
+    for rank in on_four:
+        found, products = rank["fsdp x pp"]
+        assert_close(found, rank["fsdp x pp, bf16"], steps=2)
+        assert_all_in_fp8(products, MODELS["llama3"])
+    assert any(rank["fsdp x pp"][0][0][0] > 0 for rank in on_four), "a loss of the last stage"
 
 
 def test_hybrid_sharding(on_four: list[dict[str, Any]]) -> None:
