@@ -92,12 +92,20 @@ def _contiguous(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
 
 
 _DISTRIBUTES = ("torch.distributed.tensor._api", "torch.distributed.tensor.placement_types")
+_STATE_DICTS = "torch.distributed._state_dict_utils"
 
 
 def _check_distribute_tensor(tensor: Tensor, who: Caller) -> None:
     """Refuse ``distribute_tensor`` of FP8 tensors other than stacks of experts."""
-    if who.module not in _DISTRIBUTES:
+    is_sent = who.place == (_STATE_DICTS, "_broadcast_tensors")  # to ranks that receive plain ones
+    if not is_sent and who.module not in _DISTRIBUTES:
         return
+    if is_sent or (who.back is not None and who.back.module == _STATE_DICTS):
+        raise NotImplementedError(
+            f"set_model_state_dict cannot send parts of the frozen FP8 weight {list(tensor.shape)} "
+            f"of a whole state to ranks: load it before the model is sharded, on every rank and "
+            f"without broadcast_from_rank0, or use blocktensor.save_fp8 and load_fp8"
+        )
     if isinstance(tensor, BlockwiseFP8Tensor) and not tensor.format.transposes:
         raise NotImplementedError(
             f"distribute_tensor of FP8 activations {list(tensor.shape)}: distribute them in high "

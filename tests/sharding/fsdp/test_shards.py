@@ -8,7 +8,11 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -230,6 +234,24 @@ def test_adapters_train_and_the_base_stays(mesh: DeviceMesh, device: str) -> Non
         weight = model.get_submodule(name).weight
         assert not weight.requires_grad
         assert_same_cast(weight.rowwise(), form)
+
+
+@on_ranks(2)
+def test_a_whole_state_of_a_frozen_base(mesh: DeviceMesh, device: str) -> None:
+    model, single = adapters_on_a_frozen_base(device)
+    state, options = single.state_dict(), StateDictOptions(full_state_dict=True)
+    set_model_state_dict(model, dict(state), options=options)
+    shard_base(model, mesh)
+    with pytest.raises(NotImplementedError, match=r"^set_model_state_dict cannot send parts of"):
+        set_model_state_dict(model, state, options=options)
+
+
+@pytest.mark.usefixtures("group")
+def test_a_frozen_base_is_not_sent_to_ranks_that_expect_plain_tensors() -> None:
+    model, single = adapters_on_a_frozen_base("cpu")
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    with pytest.raises(NotImplementedError, match=r"^set_model_state_dict cannot send parts of"):
+        set_model_state_dict(model, single.state_dict(), options=options)
 
 
 # What is gathered: the bytes of the whole cast, one for each parameter, and little else
