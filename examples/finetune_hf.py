@@ -24,7 +24,11 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import torch
 from torch import Tensor
 
-try:
+from common.needs import needs
+
+with needs(
+    "rich", "blocktensor", "transformers", "peft", "accelerate", install="'.[demo,frameworks]'"
+):
     import transformers
     from peft import LoraConfig, get_peft_model
     from rich.console import Console
@@ -44,11 +48,6 @@ try:
     from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight
     from blocktensor.integrations.transformers import BlockwiseFP8Config
     from common.text import load_corpus
-except ModuleNotFoundError as error:
-    package = (error.name or "").partition(".")[0]
-    if package not in ("rich", "blocktensor", "transformers", "peft", "accelerate"):
-        raise
-    sys.exit(f"finetune_hf.py needs {package}: pip install '.[demo,frameworks]'")
 
 BYTES = 256
 """The vocabulary of the model at random, which reads text byte by byte."""

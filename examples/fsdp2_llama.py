@@ -23,7 +23,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-try:
+from common.needs import needs
+
+with needs("rich", "blocktensor", install="'.[demo]'"):
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
     from rich.table import Table
@@ -34,11 +36,6 @@ try:
     from common.llama import Llama, Shape, initialise, seed_of
     from common.runs import Clock, Trace, replacing, versions, without_nan
     from common.text import load_corpus, random_batches
-except ModuleNotFoundError as error:
-    package = (error.name or "").partition(".")[0]
-    if package not in ("rich", "blocktensor"):
-        raise
-    sys.exit(f"fsdp2_llama.py needs {package}: pip install '.[demo]'")
 
 
 @contextmanager

@@ -21,7 +21,9 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # rollout_func: trl may 
 import torch
 from torch import Tensor, nn
 
-try:
+from common.needs import needs
+
+with needs("datasets", "transformers", "trl", "blocktensor", install=". trl"):
     from datasets import Dataset  # type: ignore[import-not-found,import-untyped,unused-ignore]
     from transformers import ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
     from transformers.trainer_callback import PrinterCallback
@@ -30,8 +32,6 @@ try:
 
     import blocktensor
     from blocktensor import BlockwiseFP8Tensor
-except ModuleNotFoundError as error:
-    sys.exit(f"grpo_fp8.py needs {error.name}: pip install . trl")
 
 LENGTH, TEMPERATURE = 12, 0.9
 TOKENIZER = ByT5Tokenizer(extra_ids=0, padding_side="left")  # bytes: it needs no files

@@ -23,7 +23,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-try:
+from common.needs import needs
+
+with needs("rich", "blocktensor", install="'.[demo,checkpoint]'"):
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
     from rich.table import Table
@@ -31,11 +33,6 @@ try:
     import blocktensor
     from common.gpt import GPT, ModelConfig
     from common.text import load_corpus, random_batches
-except ModuleNotFoundError as error:
-    package = (error.name or "").partition(".")[0]
-    if package not in ("rich", "blocktensor"):
-        raise
-    sys.exit(f"lora_fp8.py needs {package}: pip install '.[demo,checkpoint]'")
 
 Step = Callable[[int, float], None]
 Batches = Iterator[tuple[Tensor, Tensor]]

@@ -22,17 +22,14 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
-try:
+from common.needs import needs
+
+with needs("rich", "blocktensor", install="'.[demo]'"):
     import blocktensor
     from common.llama import SHAPES, Block, Shape, rope_tables, seed_of
     from common.parallel_runs import parsed, parser_of, report, written
     from fsdp2_llama import ranks
     from tp_llama import batch
-except ModuleNotFoundError as error:
-    package = (error.name or "").partition(".")[0]
-    if package not in ("rich", "blocktensor"):
-        raise
-    sys.exit(f"pp_llama.py needs {package}: pip install '.[demo]'")
 
 # a block for each of two stages on each of two ranks
 SIZES = {**SHAPES, "tiny": Shape(dim=256, layers=4, heads=4, kv_heads=4, hidden=512, vocab=256)}

@@ -16,18 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-try:
+from common.needs import needs
+
+with needs("rich", "blocktensor", "torchtitan", install="'.[demo,torchtitan]'"):
     import torchtitan  # noqa: F401
     from rich.console import Console
     from rich.table import Table
 
     from blocktensor.integrations.torchtitan import with_blockwise_fp8
     from common.text import load_corpus
-except ModuleNotFoundError as error:
-    package = (error.name or "").partition(".")[0]
-    if package not in ("rich", "blocktensor", "torchtitan"):
-        raise
-    sys.exit(f"torchtitan_fp8.py needs {package}: pip install '.[demo,torchtitan]'")
 
 DESCRIPTION = """\
 Train a model of torchtitan 0.3.0 in bf16 and in FP8, from the same seeds, on the Python sources of

@@ -25,17 +25,14 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
-try:
+from common.needs import needs
+
+with needs("rich", "blocktensor", install="'.[demo]'"):
     import blocktensor
     from blocktensor.distributed import ColwiseParallel, PrepareModuleInput, RowwiseParallel
     from common.llama import MLP, SHAPES, Shape, rope_tables, rotate, seed_of
     from common.parallel_runs import parsed, parser_of, report, written
     from fsdp2_llama import ranks
-except ModuleNotFoundError as error:
-    package = (error.name or "").partition(".")[0]
-    if package not in ("rich", "blocktensor"):
-        raise
-    sys.exit(f"tp_llama.py needs {package}: pip install '.[demo]'")
 
 # FSDP2 besides takes cuts at multiples of 128 only: here with --tp 2
 SIZES = {**SHAPES, "tiny": Shape(dim=256, layers=2, heads=4, kv_heads=4, hidden=512, vocab=256)}

@@ -7,6 +7,8 @@ import shlex
 import sys
 from collections.abc import Sequence
 
+from common.needs import needs
+
 INTERRUPTED = 130
 
 ON_A_CPU = """\
@@ -18,28 +20,24 @@ The default run takes 2 to 4 minutes, with --experts 8 up to 10; --steps 50 give
 # threads that spin at the end of each, on cores that others use too, make it 30 times slower.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-# blocktensor itself needs neither rich nor matplotlib: they come with its `demo` extra.
 try:
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TaskID,
-        TextColumn,
-        TimeRemainingColumn,
-    )
-    from rich.table import Table
+    # blocktensor itself needs neither rich nor matplotlib: they come with its `demo` extra.
+    with needs("rich", "matplotlib", "blocktensor", install="'.[demo]'"):
+        from rich.console import Console
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TaskID,
+            TextColumn,
+            TimeRemainingColumn,
+        )
+        from rich.table import Table
 
-    from common.options import Options, parse_options
-    from common.records import Comparison, ignoring_interrupts
-    from common.text import Corpus, load_corpus
-    from common.training import PRECISIONS, Run, perform, tail
-except ModuleNotFoundError as error:
-    package = (error.name or "").partition(".")[0]
-    if package not in ("rich", "matplotlib", "blocktensor"):
-        raise
-    sys.exit(f"train_lm.py needs {package}: pip install '.[demo]'")
+        from common.options import Options, parse_options
+        from common.records import Comparison, ignoring_interrupts
+        from common.text import Corpus, load_corpus
+        from common.training import PRECISIONS, Run, perform, tail
 except KeyboardInterrupt:
     # Importing torch takes seconds.
     sys.exit(INTERRUPTED)
