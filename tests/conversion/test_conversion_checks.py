@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -42,16 +43,19 @@ if dist.is_available():
     from tests.support.sharded import batch, build, mesh_of, shard
 
 LAST = LINEARS[-1]
-
-
-def everything(**options: Any) -> Callable[[nn.Module], Any]:
-    return lambda model: convert(model, skip_small=False, **options)
+everything = partial(convert, skip_small=False)
 
 
 def refused(
-    model: nn.Module, kind: type[Exception], run: Callable[[nn.Module], Any] | None = None
+    model: nn.Module,
+    kind: type[Exception],
+    run: Callable[[nn.Module], Any] | None = None,
+    **options: Any,
 ) -> str:
-    """The complaint of a conversion, which leaves the model as it was."""
+    """The complaint of ``run``, which leaves the model as it was; without it, of ``convert``.
+
+    A dry run of ``convert`` has the same complaint.
+    """
 
     def state() -> list[Any]:
         hooks = [len(m._state_dict_hooks) for m in model.modules()]
@@ -59,7 +63,9 @@ def refused(
         return [hooks, parameters, [getattr(p, "recipe", None) for p in model.parameters()]]
 
     before = state()
-    text = complaint(kind, lambda: (run or everything())(model))
+    runs = [run or partial(everything, dry_run=dry, **options) for dry in (False, True)]
+    text, again = (complaint(kind, lambda run=run: run(model)) for run in runs)
+    assert text == again
     assert state() == before
     return " ".join(text.split())
 
@@ -75,24 +81,31 @@ A_STR = f"recipe='power_of_two' is a str: {A_RECIPE}(scale='power_of_two')"
 
 
 @pytest.mark.parametrize(
-    ("kind", "run", "text"),
+    ("kind", "options", "text"),
     [
-        (TypeError, everything(recipe="power_of_two"), A_STR),
-        (TypeError, lambda m: apply(m.lm_head, "power_of_two"), A_STR),  # type: ignore
-        (TypeError, everything(recipe=3), f"recipe=3 is a int: {A_RECIPE}() or Recipe.deepseek()"),
-        (KeyError, everything(filter=fails_on_the_last), f"'{LAST}'"),
-        (TypeError, everything(filter=lambda m, n: None if n == LAST else True),
+        (TypeError, {"recipe": "power_of_two"}, A_STR),
+        (TypeError, {"recipe": 3}, f"recipe=3 is a int: {A_RECIPE}() or Recipe.deepseek()"),
+        (KeyError, {"filter": fails_on_the_last}, f"'{LAST}'"),
+        (TypeError, {"filter": lambda m, n: None if n == LAST else True},
          f"filter returned None for '{LAST}': expected True to convert it, False to skip it"),
-        (TypeError, everything(filter="*.up"),
+        (TypeError, {"filter": "*.up"},
          "filter='*.up' is not callable: expected filter(module, name) -> bool"),
-        (TypeError, lambda m: convert(m, skip_small="yes"),  # type: ignore[arg-type]
-         "skip_small='yes': expected True, False or a MinSizes"),
-        (TypeError, everything(convert_head="fp8"), "convert_head='fp8': expected True or False"),
-        (TypeError, everything(dry_run=1), "dry_run=1: expected True or False"),
+        (TypeError, {"skip_small": "yes"}, "skip_small='yes': expected True, False or a MinSizes"),
+        (TypeError, {"convert_head": "fp8"}, "convert_head='fp8': expected True or False"),
+        (ValueError, {"skip": ["*.nothing"]},
+         "skip pattern '*.nothing' matches no weight of this Model that could be converted: "
+         "expected a pattern of the names of linears or modules above them; names of such weights "
+         "end in up, down, lm_head"),
     ],
 )  # fmt: skip
-def test_bad_choices(kind: type[Exception], run: Callable[[nn.Module], Any], text: str) -> None:
-    assert refused(Model(), kind, run) == text
+def test_bad_choices(kind: type[Exception], options: dict[str, Any], text: str) -> None:
+    assert refused(Model(), kind, **options) == text
+
+
+def test_other_bad_choices() -> None:
+    assert refused(Model().lm_head, TypeError, lambda m: apply(m, "power_of_two")) == A_STR  # type: ignore
+    with pytest.raises(TypeError, match=r"^dry_run=1: expected True or False$"):
+        convert(Model(), dry_run=1)  # type: ignore[arg-type]
 
 
 def test_a_lazy_linear_has_no_shape_yet() -> None:
@@ -102,7 +115,7 @@ def test_a_lazy_linear_has_no_shape_yet() -> None:
         "the weight of 'blocks.1.down' has no shape yet (nn.LazyLinear): run a batch through the "
         "model first, then convert it"
     )
-    refused(model, ValueError, convert)
+    refused(model, ValueError, skip_small=True)
     refused(model.blocks[1].down, ValueError, apply)
     report = convert(model, skip=[LAST], skip_small=False)
     row = next(line for line in str(report).splitlines() if line.startswith(LAST))
@@ -112,7 +125,7 @@ def test_a_lazy_linear_has_no_shape_yet() -> None:
     )
     model(TOKENS)
     assert converted_names(model) == LINEARS[:-1]
-    everything()(model)
+    everything(model)
     assert converted_names(model) == LINEARS
 
 
@@ -128,7 +141,6 @@ def test_fake_tensors(fake: str) -> None:
             "it with torch.device('meta')"
         )
         refused(model.blocks[0].up, NotImplementedError, apply)
-        refused(model, NotImplementedError, everything(dry_run=True))
 
 
 def test_a_weight_that_is_in_use() -> None:
@@ -151,14 +163,14 @@ def test_a_weight_that_is_in_use() -> None:
         "other content; drop them first"
     )
     del reference
-    everything()(model)
+    everything(model)
     assert converted_names(model) == LINEARS
 
 
 @pytest.mark.parametrize("change", [freeze, unfreeze])
 def test_freezing_a_weight_that_is_in_use(change: Callable[[nn.Module], Any]) -> None:
     model = Model()
-    everything()(model)
+    everything(model)
     if change is unfreeze:
         freeze(model)
     last = model.get_submodule(LAST)
@@ -185,7 +197,7 @@ def test_a_backward_that_is_under_way_goes_on() -> None:
 
 def test_another_recipe_is_taken_and_all_else_kept() -> None:
     model = Model()
-    everything()(model)
+    everything(model)
     up = model.blocks[0].up
     up.weight.grad = torch.ones(3 * DIM, DIM)
     up.weight.tag = "mine"
@@ -205,7 +217,7 @@ def test_another_recipe_is_taken_and_all_else_kept() -> None:
     assert len(up._state_dict_hooks) == 1
 
     fresh = Model()
-    everything(recipe=POWER_OF_TWO)(fresh)
+    everything(fresh, recipe=POWER_OF_TWO)
     assert torch.equal(model(TOKENS), fresh(TOKENS))
     model(TOKENS).sum().backward()
     assert seen == ["grad"]
@@ -215,10 +227,10 @@ def test_another_recipe_is_taken_and_all_else_kept() -> None:
 def test_without_a_recipe_nothing_changes() -> None:
     model = Model()
     model.blocks[0].up.weight.requires_grad_(False)
-    everything(recipe=POWER_OF_TWO)(model)
-    everything()(model)
+    everything(model, recipe=POWER_OF_TWO)
+    everything(model)
     model.apply(apply)
-    everything(recipe=Recipe(), skip=["blocks"])(model)
+    everything(model, recipe=Recipe(), skip=["blocks"])
     weights = [model.get_submodule(name).weight for name in converted_names(model)]
     assert [w.recipe for w in weights] == [POWER_OF_TWO] * 4 + [Recipe()]
 
@@ -226,15 +238,15 @@ def test_without_a_recipe_nothing_changes() -> None:
 def test_a_frozen_weight_keeps_its_recipe() -> None:
     model = Model()
     model.get_submodule(LAST).requires_grad_(False)
-    everything()(model)
-    assert refused(model, ValueError, everything(recipe=POWER_OF_TWO)) == (
+    everything(model)
+    assert refused(model, ValueError, recipe=POWER_OF_TWO) == (
         "the weight of 'blocks.1.down' is frozen in FP8, without its high-precision values: it "
         "was cast with scale='fp32' and cannot be cast with scale='power_of_two'; convert the "
         "original weights, or call without a recipe, which leaves alone what is FP8 already"
     )
     layer = model.get_submodule(LAST)
     refused(layer, ValueError, lambda m: apply(m, POWER_OF_TWO))
-    report = everything(recipe=POWER_OF_TWO, skip=[LAST])(model)
+    report = everything(model, recipe=POWER_OF_TWO, skip=[LAST])
     assert report.entries[-2].reason == "already converted"
     assert layer.weight.recipe == Recipe()
     assert model.blocks[0].up.weight.recipe == POWER_OF_TWO
@@ -272,15 +284,15 @@ if dist.is_available():
         for requires_grad in (True, False):
             model = build()
             model.requires_grad_(requires_grad)
-            everything()(model)
+            everything(model)
             shard(model, mesh_of(world, device), reshard_after_forward=False)
             kinds = [type(p) for p in model.parameters()]
             for run in (freeze, unfreeze):
                 text = refused(model, NotImplementedError, run)
                 assert "the weight of 'up' is sharded by FSDP2" in text
                 assert "before fully_shard" in text
-            refused(model, ValueError, everything(recipe=POWER_OF_TWO))
-            report = everything()(model)
+            refused(model, ValueError, recipe=POWER_OF_TWO)
+            report = everything(model)
             assert {e.reason for e in report.converted} == {"already converted"}
             assert [type(p) for p in model.parameters()] == kinds
             model(batch(0, device))
