@@ -26,7 +26,7 @@ def example(request: pytest.FixtureRequest, load: Load) -> ModuleType:
 
 @pytest.fixture
 def stdlib(tmp_path: Path, load: Load, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A small standard library in place of the machine's."""
+    """A small standard library in place of the machine's; few batches and short samples."""
     root = tmp_path / "stdlib"
     for index in range(40):
         file = root / f"package{index % 3}" / f"module{index}.py"
@@ -36,4 +36,6 @@ def stdlib(tmp_path: Path, load: Load, monkeypatch: pytest.MonkeyPatch) -> Path:
         (root / skipped).mkdir(parents=True)
         (root / skipped / "skipped.py").write_text("raise AssertionError\n")
     monkeypatch.setattr(load("common.text").sysconfig, "get_path", lambda name: str(root))
+    monkeypatch.setattr(load("common.training"), "HELDOUT_BATCHES", 2)
+    monkeypatch.setattr(load("common.training"), "SAMPLE_LENGTH", 20)
     return root

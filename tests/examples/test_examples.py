@@ -67,12 +67,6 @@ def test_corpus_split_is_deterministic_and_disjoint(stdlib: Path, load: Load) ->
     assert heldout <= set(grown.heldout_files)
 
 
-def test_corpus_of_this_machine(load: Load) -> None:
-    corpus = load("common.text").load_corpus()
-    assert not set(corpus.train_files) & set(corpus.heldout_files)
-    assert corpus.heldout.numel() < corpus.train.numel()
-
-
 def test_batches_depend_on_the_seed_alone(stdlib: Path, load: Load) -> None:
     text = load("common.text")
     stream = text.load_corpus().train
@@ -192,15 +186,6 @@ def test_divergence_is_shown_and_still_makes_valid_json(
 def test_seq_longer_than_the_text_is_explained(stdlib: Path, load: Load) -> None:
     with pytest.raises(SystemExit, match="--seq 999999 is longer than the held-out text"):
         load("train_lm").main([*TINY, "--seq", "999999"])
-
-
-def test_help_shows_presets_and_examples(load: Load, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        load("train_lm").main(["--help"])
-    assert stopped.value.code == 0
-    shown = capsys.readouterr().out
-    assert "--seeds 5" in shown
-    assert str(load("common.options").PRESETS["cpu"]) in shown
 
 
 def test_flags_override_the_preset(load: Load) -> None:

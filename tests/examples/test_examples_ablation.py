@@ -61,18 +61,9 @@ def test_the_head_alone_differs(example: ModuleType) -> None:
     assert type(model.lm_head.weight) is not type(model.embedding.weight)
 
 
-def test_a_table_of_some_runs(example: ModuleType) -> None:
-    runs = [("bf16", 0, 2.0), ("bf16", 1, 4.0), ("Recipe()", 0, 2.02), ("Recipe()", 1, 4.0)]
-    runs.append(("fprop alone", 1, 3.9))
-    found = example.table([example.Outcome(*run, 1.0, None) for run in runs])
-    assert found.splitlines()[2:] == [
-        "| bf16 | 2.0000 | 4.0000 | 3.0000 | 1.4142 |",
-        "| Recipe() | +1.00% | +0.00% | +0.50% | 0.71% |",
-        "| fprop alone | – | -2.50% | -2.50% | – |",
-    ]
-
-
-def test_results(example: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_results(
+    stdlib: Path, example: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     variants = ["fprop alone", "Recipe()"]
     arguments = [*TINY, "--seeds", "2", "--out", str(tmp_path), "--variants", *variants]
     example.main(arguments)
