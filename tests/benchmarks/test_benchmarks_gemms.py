@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import gemm, grouped, peers, shapes, tiles, toolchain
+from benchmarks import gemm, grouped, peers, shapes, tiles
 from benchmarks.grouped import GROUPS, KINDS, Case
 from blocktensor.ops import devices
 from blocktensor.ops.cast.ops import dequantize, quantize_rowwise
@@ -151,15 +151,11 @@ def test_operands_of_wgrad_are_cast_by_group() -> None:
 
 def test_absent_peers_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "MODULES", {"torchao": "json", "deepgemm": "no_such_module"})
-    peers._load.cache_clear()
-    try:
-        reason = "ModuleNotFoundError: No module named 'no_such_module'"
-        assert peers.absent() == {"deepgemm": reason}
-        assert peers.present("torchao")
-        assert not peers.present("deepgemm")
-        assert gemm.facts()["absent"] == {"deepgemm": reason}
-    finally:
-        peers._load.cache_clear()
+    monkeypatch.setattr(peers, "_load", peers._load.__wrapped__)  # without its cache
+    reason = "ModuleNotFoundError: No module named 'no_such_module'"
+    assert peers.absent() == gemm.facts()["absent"] == {"deepgemm": reason}
+    assert peers.present("torchao")
+    assert not peers.present("deepgemm")
 
 
 def test_torchao_gets_b_and_its_scales_transposed(library: list[Any]) -> None:
@@ -229,35 +225,14 @@ def test_flops_and_problems(kind: str, sizes: tuple[Any, ...]) -> None:
     assert (problem.m, problem.n, problem.k, problem.b_format) == sizes
 
 
-def test_rows_are_ratios_to_the_peer(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-
-    def measured(case: Any, rounds: int) -> dict[str, Any]:
-        asked.append((case.kind, rounds))
-        return {"blocktensor": 1100.0, "cublas": 1000.0, "vs_bf16": 1.5}
-
-    monkeypatch.setattr(toolchain.gemm, "measure_case", measured)
-    monkeypatch.setattr(toolchain.grouped, "measure_case", measured)
-    rows = list(toolchain.measure(rounds=2))
-    assert len(rows) == len(asked) == 13
-    over = {(row["peer"], row["over_peer"]) for row in rows}
-    assert over == {("cublas", 1.1), ("bf16", 1.5)}
-    assert {rounds for _, rounds in asked} == {2}
-    assert len(list(toolchain.measure(**toolchain.QUICK))) == 1
-
-
-@pytest.fixture
-def copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of the file, in place of it; an H100 measures."""
-    made = tmp_path / "tiles.json"
-    made.write_text(FILE.read_text())
-    monkeypatch.setattr(tiles, "FILE", made)
+def test_a_card_writes_its_part_alone_and_a_kernel_has_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = tmp_path / "tiles.json"
+    copy.write_text(FILE.read_text())
+    monkeypatch.setattr(tiles, "FILE", copy)
     monkeypatch.setattr(tiles, "card", lambda device: Card("H100", 132))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
-    return made
-
-
-def test_a_card_writes_its_part_alone_and_a_kernel_has_a_line(copy: Path) -> None:
     before = json.loads(copy.read_text())
     speeds = before["H100"]["speeds"]
     measured = {"block_us": 0.5, "mean_error": 0.1}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -82,14 +81,6 @@ def test_every_kernel_of_the_package_has_a_kind() -> None:
     assert other == {"dequantize_kernel", *norms, *losses}
     assert all(profiled.part_of(k) == "norms" for k in norms)
     assert len(kernels) >= 10
-
-
-def test_a_profile_is_summed_by_kind() -> None:
-    events = [
-        SimpleNamespace(key=key, self_device_time_total=us)
-        for key, us in (("grouped_kernel", 5.0), ("gemm_kernel", 2.0), ("cudaLaunchKernel", 0.0))
-    ]
-    assert profiled.by_kind(events) == {"gemms": 7.0}
 
 
 KINDS = {
@@ -169,10 +160,3 @@ def test_what_runs_beside_another_kernel_counts_twice() -> None:
     nothing = profiled.parts_of([])
     assert nothing == dict.fromkeys(profiled.SHOWN, 0.0)
     assert profiled.parts_of(kernels) == {**nothing, "gemms": 2.0, "casts": 1.0}
-
-
-def test_time_beside_other_kernels() -> None:
-    others = [(0.0, 10.0), (5.0, 12.0), (20.0, 30.0)]
-    assert profiled.covered((8.0, 25.0), others) == 9.0
-    assert profiled.covered((12.0, 20.0), others) == 0.0
-    assert profiled.covered((-5.0, 40.0), others) == 22.0
