@@ -161,6 +161,23 @@ def test_operands_that_are_no_tensors_are_refused(name: str) -> None:
     assert torch.equal(made, wanted)
 
 
+@pytest.mark.parametrize(
+    ("name", "option", "text"),
+    [
+        ("gated_mlp", {"recompute": "yes"}, "recompute='yes': expected True or False"),
+        ("gated_experts", {"recompute": "yes"}, "recompute='yes': expected True or False"),
+        (
+            "linear_cross_entropy",
+            {"ignore_index": 0.5},
+            "ignore_index is a float: expected the index of a class",
+        ),
+    ],
+)
+def test_options_of_another_type_are_refused(name: str, option: dict[str, Any], text: str) -> None:
+    with pytest.raises(TypeError, match=text):
+        getattr(functional, name)(*OPERANDS[name], **option)
+
+
 def test_a_cast_of_what_is_no_tensor() -> None:
     for x in (None, [1.0]):
         with pytest.raises(TypeError, match=rf"x is a {type(x).__name__}: expected a tensor"):
@@ -169,18 +186,3 @@ def test_a_cast_of_what_is_no_tensor() -> None:
         functional.quantize(X, "fast")
     made, wanted = functional.quantize(X, None), functional.quantize(X)
     assert torch.equal(made.dequantize(), wanted.dequantize())
-
-
-def test_recompute_of_gated_functions_is_a_boolean() -> None:
-    yes: Any = "yes"
-    for run in (
-        lambda: functional.gated_mlp(X, W, W, W, recompute=yes),
-        lambda: functional.gated_experts(X, STACK, STACK, STACK, ENDS, recompute=yes),
-    ):
-        with pytest.raises(TypeError, match="recompute='yes': expected True or False"):
-            run()
-
-
-def test_an_index_that_a_loss_does_not_take() -> None:
-    with pytest.raises(TypeError, match=r"ignore_index is a float: expected the index of a class"):
-        functional.linear_cross_entropy(X, W, TARGET, ignore_index=0.5)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from expecttest import assert_expected_inline
 
 from blocktensor.text_table import Table, collapse, human_bytes
@@ -20,11 +19,6 @@ a.longer.name  22
 b""",
     )
     assert str(Table(("layer", "n"), [])) == "layer  n\n-----  -"
-
-
-def test_rows_of_another_length_are_an_error() -> None:
-    with pytest.raises((ValueError, IndexError)):
-        str(Table(("a", "b"), [("only one",)]))
 
 
 def test_rows_that_differ_in_layer_numbers_only_are_joined() -> None:

@@ -167,12 +167,6 @@ def test_bytes_are_those_of_the_tensors(cache: Any, frozen: bool, dtype: torch.d
     assert report.bytes_after == wanted
 
 
-def test_a_model_that_is_one_linear() -> None:
-    report = convert(nn.Linear(DIM, DIM), skip_small=False)
-    assert report.entries[0].name == ""
-    assert str(report).splitlines()[2].split()[:2] == ["(model)", "64x64"]
-
-
 def warning(model: nn.Module, **options: object) -> str:
     with pytest.warns(UserWarning, match="^no weight of this") as warned:
         report = convert(model, **options)

@@ -64,16 +64,6 @@ FP8: 94.5% of FLOPs; fp32: lm_head 5.5%""",
     )
 
 
-def test_a_marked_product() -> None:
-    model = Calls(lambda m, x: m.lin(x) + F.linear(x, m.lin.weight.master))
-    report = audit(model, X.clone().requires_grad_())
-    why = "reads the master of lin.weight"
-    marks = [(e.module, e.kind, e.precision, e.reason) for e in report.marked]
-    assert marks == [("(model)", kind, "fp32", why) for kind in ("forward", "backward")]
-    assert str(report).endswith("\nshould have been FP8 and was not: 30.0% of FLOPs")
-    assert why in str(report)
-
-
 def test_shares_and_totals_are_those_of_torchs_counter() -> None:
     model = converted(Model())
     report = audit(model, TOKENS)

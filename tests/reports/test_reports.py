@@ -11,11 +11,9 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-from expecttest import assert_expected_inline
 from torch import Tensor, nn
 
 from blocktensor import (
-    MinSizes,
     audit,
     convert,
     explain,
@@ -28,7 +26,7 @@ from blocktensor import (
 )
 from blocktensor.reports import Monitor, Report
 from tests.support.mlps import MLP, K
-from tests.support.models import DIM, Model, randn
+from tests.support.models import Model, randn
 
 ODD = "a<b>&'c'"
 """A name that is no HTML."""
@@ -154,26 +152,6 @@ def test_values_survive_json(kind: str, tmp_path: Path) -> None:
     values = MADE[kind](tmp_path).to_dict()
     assert values
     assert json.loads(json.dumps(values, allow_nan=False)) == values
-
-
-def test_the_html_of_a_conversion() -> None:
-    model = Model()
-    report = convert(model, skip_small=MinSizes(n=DIM, k=100, size=0), skip=["*.1.up"])
-    assert_expected_inline(
-        report._repr_html_(),
-        """\
-<table>
-<thead><tr><th>parameter</th><th>shape</th><th>dtype</th><th>share</th><th>runs in</th><th>why</th></tr></thead>
-<tbody>
-<tr><td>embed</td><td>50x64</td><td>float32</td><td>5.7%</td><td>-</td><td>embedding</td></tr>
-<tr><td>blocks.0.up</td><td>192x64</td><td>float32</td><td>21.9%</td><td>-</td><td>small: K=64 &lt; 100 (skip_small)</td></tr>
-<tr><td>blocks.*.down (2)</td><td>64x192</td><td>float32</td><td>43.7%</td><td>fp8</td><td>trainable</td></tr>
-<tr><td>blocks.1.up</td><td>192x64</td><td>float32</td><td>21.9%</td><td>-</td><td>skip pattern '*.1.up'</td></tr>
-<tr><td>lm_head</td><td>50x64</td><td>float32</td><td>5.7%</td><td>-</td><td>lm head: 50 outputs, the entries of 'embed'</td></tr>
-</tbody>
-</table>
-<p>2 converted, 4 skipped; 43.7% of 56,192 parameters in FP8; 217.0 KiB before, 241.0 KiB with FP8 forms</p>""",  # noqa: E501
-    )
 
 
 def test_the_values_of_a_conversion() -> None:

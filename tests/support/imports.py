@@ -11,10 +11,10 @@ PACKAGE = "blocktensor"
 Graph = dict[str, set[str]]
 
 
-def modules_of(root: Path, package: str = PACKAGE) -> dict[str, Path]:
-    """The dotted name of every module of ``package`` under ``root``, with its file."""
+def modules_of(root: Path) -> dict[str, Path]:
+    """The dotted name of every module of the package under ``root``, with its file."""
     modules = {}
-    for path in sorted((root / package).rglob("*.py")):
+    for path in sorted((root / PACKAGE).rglob("*.py")):
         parts = path.relative_to(root).with_suffix("").parts
         modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     return modules
