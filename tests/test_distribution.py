@@ -129,10 +129,19 @@ def test_the_version_is_the_one_declared() -> None:
         assert metadata.version("blocktensor") == declared[1]
 
 
-def test_importing_touches_neither_cuda_nor_the_clock_nor_torchs_state() -> None:
+def test_importing_needs_neither_triton_nor_extras_and_leaves_torch_as_it_was() -> None:
+    extras = "rich matplotlib hypothesis safetensors transformers peft torchtitan"
     state = "(torch.get_default_dtype(), torch.is_grad_enabled(), torch.get_num_threads())"
-    program = f"import torch; before = {state}; import blocktensor; assert before == {state}"
-    run(["-W", "error", "-c", f"{program} and not torch.cuda.is_initialized()"], ROOT)
+    program = f"""
+import sys
+sys.modules["triton"] = None
+import torch
+before = {state}
+import blocktensor
+assert before == {state} and not torch.cuda.is_initialized()
+assert not sys.modules.keys() & set("{extras}".split()), sorted(sys.modules)
+"""
+    run(["-W", "error", "-c", program], ROOT)
 
 
 def test_the_workflows_run_the_supported_versions() -> None:
