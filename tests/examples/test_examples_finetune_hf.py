@@ -35,11 +35,11 @@ def test_both_ways_learn(example: ModuleType, tmp_path: Path) -> None:
     text.write_text("the quick brown fox jumps over the lazy dog\n" * 50)
     files = ["--text", str(text), "--out", str(tmp_path)]
     rates = ["--lr", "1e-2", "--lora-lr", "1e-2", "--rank", "4"]
-    assert example.main([*TINY, *files, *rates, "--steps", "15"]) == 0
+    assert example.main([*TINY, *files, *rates, "--steps", "8"]) == 0
     report = json.loads((tmp_path / "result.json").read_text())
     full, lora = report["results"]
     assert [full["way"], lora["way"]] == ["full", "lora"]
-    assert len(full["losses"]) == len(lora["losses"]) == 15
+    assert len(full["losses"]) == len(lora["losses"]) == 8
     assert full["final_loss"] < 0.8 * full["losses"][0]
     assert lora["losses"][0] < full["losses"][0]
     assert lora["final_loss"] < lora["losses"][0]

@@ -98,9 +98,6 @@ def test_a_run_writes_json_and_plot(stdlib: Path, load: Load, tmp_path: Path) ->
     assert load("train_lm").main([*TINY, "--out", str(out)]) == 0
     assert {path.name for path in out.iterdir()} == {"train_moe.json", "train_moe.png"}
     record = json.loads((out / "train_moe.json").read_text())
-    assert record["status"] == "complete"
-    model = record["config"]["model"]
-    assert (model["experts"], model["top_k"], model["expert_hidden"]) == (4, 2, 64)
     bf16, fp8 = record["runs"]
     assert fp8["losses"][-1] < fp8["losses"][0]
     # The same weights and data: the first losses differ by rounding, and do differ.
