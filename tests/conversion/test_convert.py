@@ -119,14 +119,18 @@ def test_a_frozen_weight_drops_its_high_precision_copy(device: torch.device) -> 
     assert module.weight.grad is None
 
 
+@either_way
 @pytest.mark.parametrize("trainable", [True, False])
-def test_meta_modules_are_initialised_later(trainable: bool, device: torch.device) -> None:
+def test_meta_modules_are_initialised_later(
+    trainable: bool, use: str, device: torch.device
+) -> None:
     with torch.device("meta"):
         model = Model().requires_grad_(trainable)
-    report = convert(model, skip_small=False)
-    why = "trainable" if trainable else "initialised later"
-    assert {e.reason for e in report.converted} == {why}
-    assert converted_names(model) == LINEARS
+    report = WAYS[use](model)
+    if use == "convert":
+        why = "trainable" if trainable else "initialised later"
+        assert {e.reason for e in report.converted} == {why}
+        assert converted_names(model) == LINEARS
     model.to_empty(device=device)
     for module in model.modules():
         if hasattr(module, "reset_parameters"):
@@ -136,17 +140,6 @@ def test_meta_modules_are_initialised_later(trainable: bool, device: torch.devic
     assert up.weight.master.device.type == device.type
     x = randn(5, DIM, dtype=torch.float32, device=device)
     assert torch.equal(up(x), functional.linear(x, plain(up.weight), up.bias))
-
-
-@either_way
-def test_a_frozen_weight_on_meta_keeps_its_master(use: str) -> None:
-    with torch.device("meta"):
-        model = nn.ModuleDict({"linear": nn.Linear(DIM, DIM), "alias": nn.Module()})
-    model["alias"].of_linear = model["linear"].weight
-    report = WAYS[use](model.requires_grad_(False))
-    if use == "convert":
-        assert [e.reason for e in report.converted] == ["initialised later"]
-    assert isinstance(model["linear"].weight, BlockwiseFP8Weight)
 
 
 def test_a_meta_module_can_run_for_its_shapes() -> None:

@@ -22,6 +22,7 @@ from tests.support.mlps import MLP, K
 from tests.support.models import RECIPES, linear, randn
 from tests.support.moe_models import TitanMoE
 from tests.support.ranks import on_ranks
+from tests.support.steps import assert_bits, step
 from tests.support.synchronization import no_synchronization
 
 
@@ -126,18 +127,6 @@ def converted(**options: Any) -> Model:
 LAYERS = ["k", "mlp.down_proj", "mlp.gate_proj", "mlp.up_proj", "q"]
 
 
-def step(model: nn.Module, x: Tensor) -> list[Tensor]:
-    model.zero_grad()
-    y = model(x)
-    y.backward(torch.ones_like(y))
-    return [y.detach(), *(p.grad.clone() for p in model.parameters())]  # type: ignore[union-attr]
-
-
-def assert_steps_are_equal(got: list[Tensor], want: list[Tensor]) -> None:
-    for a, b in zip(got, want, strict=True):
-        assert torch.equal(a, b)
-
-
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("way", ["plain", "fused", "shared", "checkpointed", "compiled", "moved"])
 def test_a_measured_step_has_the_bits_of_others(way: str) -> None:
@@ -150,14 +139,14 @@ def test_a_measured_step_has_the_bits_of_others(way: str) -> None:
     elif way == "compiled":
         model.mlp = torch.compile(model.mlp, backend="eager")
     wanted = step(plain, x)
-    assert_steps_are_equal(step(model, x), wanted)
+    assert_bits(step(model, x), wanted)
     health, of_plain = monitor(model, every=2), monitor(plain)
     for _ in range(3):
         with health:
-            assert_steps_are_equal(step(model, x), wanted)
+            assert_bits(step(model, x), wanted)
     with of_plain:
         step(plain, x)
-    assert_steps_are_equal(step(model, x), wanted)
+    assert_bits(step(model, x), wanted)
     assert [*health.health()] == [0, 2] and health.step == 3
     first, last = health.health().values()
     assert first == last
@@ -296,7 +285,7 @@ def test_no_step_waits_for_the_gpu() -> None:
     model, x = converted().cuda(), randn(300, K, device="cuda")
     health = monitor(model, every=1)
     with health:
-        step(model, x)
+        model(x).backward(x)
     with no_synchronization(), health:
-        step(model, x)
+        model(x).backward(x)
     assert [*health.health()] == [0, 1]

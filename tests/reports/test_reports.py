@@ -26,7 +26,7 @@ from blocktensor import (
 )
 from blocktensor.reports import Monitor, Report
 from tests.support.mlps import MLP, K
-from tests.support.models import Model, randn
+from tests.support.models import Model, linear, randn
 
 ODD = "a<b>&'c'"
 """A name that is no HTML."""
@@ -84,14 +84,9 @@ MADE: dict[str, Callable[[Path], Report]] = {
 EMPTY: dict[str, Callable[[], Report]] = {
     "Explanation": lambda: explain(nn.Sequential()),
     "AuditReport": lambda: audit(nn.ReLU(), randn(2, grad=True)),
-    "FusionReport": lambda: fuse(nn.Sequential(nn.Linear(128, 128)).apply(_convert)),
+    "FusionReport": lambda: fuse(linear(128, 128)),
     "Monitor": lambda: watched(0),
 }
-
-
-def _convert(module: nn.Module) -> None:
-    if isinstance(module, nn.Linear):
-        convert(module, skip_small=False)
 
 
 def test_every_class_of_reports_is_made_here() -> None:
