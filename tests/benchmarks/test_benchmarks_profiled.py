@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -36,7 +37,10 @@ def test_kernels_belong_to_parts_and_none_is_lost() -> None:
         **{"gemms": 400.0, "attention": 150.0, "norms": 8.0, "swiglu": 8.0, "rest": 14.0},
         **{"activation_casts": 10.0, "weight_casts": 4.0, "weight_transposes": 2.0},
     }
-    assert sum(parts.values()) == sum(SPENT.values())
+    events = [SimpleNamespace(key=k, self_device_time_total=us) for k, us in SPENT.items()]
+    kinds = profiled.by_kind(events)
+    assert kinds["gemms"] == parts["gemms"]
+    assert sum(kinds.values()) == sum(parts.values()) == sum(SPENT.values())
 
 
 def test_a_row() -> None:
