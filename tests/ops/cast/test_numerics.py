@@ -1,17 +1,25 @@
-"""The arithmetic of ``ops/cast/numerics.py``, repeated in numpy and enumerated.
+"""The arithmetic of ``ops/cast/numerics.py``: its functions themselves, run on numpy arrays.
 
-With METHOD "corrected", ``scale_from_bits`` and ``divisor``/``quotient`` use multiply-adds in place
-of divisions. Here: the bytes equal those of the divisions, for every bf16 and fp16 input. With
-"refined", for fp32, they do wherever they might not.
+With METHOD "corrected", they use multiply-adds in place of divisions. Here: the bytes equal those
+of the divisions, for every bf16 and fp16 input. With "refined", for fp32, they do wherever they
+might not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+pytest.importorskip("triton")
+
+from blocktensor.ops import reference
+from blocktensor.ops.cast import numerics
+from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_1X128_POW2
 from tests.support.numeric import e4m3_bytes
 
 f32 = np.float32
@@ -19,13 +27,18 @@ BF16 = (np.arange(1, 0x7F80, dtype=np.uint32) << 16).view(f32)  # all positive f
 FP16 = np.arange(1, 0x7C00, dtype=np.uint16).view(np.float16).astype(f32)
 
 
-@pytest.fixture(autouse=True)
-def no_numpy_warnings() -> Iterator[None]:
-    with np.errstate(all="ignore"):
-        yield
+class Lanes(np.ndarray):
+    """An array that is converted as Triton's are."""
+
+    def to(self, dtype: Any, bitcast: bool = False) -> Any:
+        return self.view(dtype) if bitcast else self.astype(dtype)
 
 
-def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+def lanes(x: Any, dtype: Any = f32) -> Any:
+    return np.asarray(x, dtype).view(Lanes)
+
+
+def fma(a: Any, b: Any, c: Any) -> Any:
     """``a * b + c`` rounded once to fp32.
 
     The product is exact in float64, and a second rounding of the sum is harmless, except where the
@@ -39,44 +52,54 @@ def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     error = (p - (s[middle] - t)) + (c - t)
     moved = np.nextafter(s[middle], np.copysign(np.inf, error))
     s[middle] = np.where(error != 0, moved, s[middle])
-    return s.astype(f32)
+    return lanes(s)
 
 
-def true_scale(amax: np.ndarray) -> np.ndarray:
-    scale = amax / f32(448)
-    return np.where(scale == 0, f32(1), scale)
+def where(condition: Any, a: Any, b: Any) -> Any:
+    return lanes(np.where(condition, a, b))
 
 
-def cheap_scale(amax: np.ndarray) -> np.ndarray:
-    """``scale_from_bits`` of finite amaxes."""
-    inverse = f32(1) / f32(448)
-    first = amax * inverse
-    scale = fma(fma(first, f32(-448), amax), inverse, first)
-    return np.where(scale == 0, f32(1), scale)
+TL = SimpleNamespace(float32=f32, int32=np.int32, fma=fma, where=where, div_rn=np.divide)
 
 
-def neighbour(x: np.ndarray, ulps: int) -> np.ndarray:
+def neighbour(x: Any, ulps: Any) -> Any:
     return (x.view(np.int32) + np.int32(ulps)).view(f32)
 
 
-def divisor(amax: np.ndarray, ulps: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """``divisor`` where the hardware's reciprocal is ``ulps`` above the correctly rounded one."""
-    pre = np.where(amax < f32(2**-60), f32(2**64), f32(1))
-    s = true_scale(amax) * pre
-    r = neighbour(1 / s, ulps)
-    r = np.where(fma(-s, r, f32(1)) < 0, neighbour(r, -1), r)
-    return pre, r, fma(-s, r, f32(1)) * r
+@pytest.fixture(autouse=True)
+def ulps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """Run the functions on arrays; the reciprocal is this many ulps above the right one.
+
+    It is documented to be within one ulp of the true one (PTX, rcp.approx).
+    """
+    off = getattr(request, "param", 0)
+    monkeypatch.setattr(numerics, "tl", TL)
+    monkeypatch.setattr(numerics, "_approximate_reciprocal", lambda x: neighbour(1 / x, off))
+    for name in ("INF_BITS", "TINY_BITS", "TWO_64", "ONE_448TH"):
+        monkeypatch.setattr(numerics, name, getattr(numerics, name).value)
+    with np.errstate(all="ignore"):
+        yield off
 
 
-def quotient(x: np.ndarray, pre: np.ndarray, r: np.ndarray, e: np.ndarray) -> np.ndarray:
-    y = x * pre
-    return fma(y, r, y * e)
+every_error = pytest.mark.parametrize("ulps", [-1, 0, 1], indirect=True)
 
 
-def wrong_bytes(amax: np.ndarray, x: np.ndarray, ulps: int) -> int:
+def scale_of(amax: Any, method: str = "corrected", power_of_two: bool = False) -> Any:
+    return numerics.scale_from_bits.fn(lanes(amax).view(np.int32), method, power_of_two)
+
+
+def divisor(amax: Any, scale: Any, method: str = "corrected", power_of_two: bool = False) -> Any:
+    return numerics.divisor.fn(lanes(amax).view(np.int32), lanes(scale), method, power_of_two)
+
+
+def quotient(x: Any, of: Any, method: str = "corrected", power_of_two: bool = False) -> Any:
+    return numerics.quotient.fn(lanes(x), *of, method, power_of_two)
+
+
+def wrong_bytes(x: Any, amax: Any, method: str) -> int:
     """How many quotients of pairs x <= amax give another byte than the IEEE quotient."""
-    amax = amax[:, None]
-    got, want = quotient(x, *divisor(amax, ulps)), x / true_scale(amax)
+    scale = scale_of(amax)
+    got, want = quotient(x, divisor(amax, scale, method), method), x / scale
     differ = (got != want) & (x <= amax)
     return int((e4m3_bytes(got[differ]) != e4m3_bytes(want[differ])).sum())
 
@@ -94,58 +117,55 @@ def test_fma_rounds_once() -> None:
     assert fma(f32(1.5 * 2**-75), f32(2**-75), np.array([f32(0)])) == f32(2**-149)
 
 
-@pytest.mark.parametrize("amax", [BF16, FP16], ids=["bf16", "fp16"])
-def test_every_scale_is_the_rounded_quotient(amax: np.ndarray) -> None:
-    np.testing.assert_array_equal(cheap_scale(amax), true_scale(amax))
+@pytest.mark.parametrize("power_of_two", [False, True])
+@pytest.mark.parametrize("method", ["corrected", "refined"])
+def test_every_scale_is_the_references(method: str, power_of_two: bool) -> None:
+    amax = np.concatenate([BF16, FP16, f32([0, np.inf, np.nan])])
+    format = BLOCKS_1X128_POW2 if power_of_two else BLOCKS_1X128
+    want = reference.scale_from_amax(torch.from_numpy(amax), format).numpy()
+    np.testing.assert_array_equal(scale_of(amax, method, power_of_two), want)
 
 
-@pytest.mark.parametrize("ulps", [-1, 0, 1])
-def test_every_quotient_gives_the_right_byte(ulps: int) -> None:
+@every_error
+def test_every_quotient_gives_the_right_byte() -> None:
     """Of bf16, x down to 2^-22 of amax: below that every byte is zero.
 
     Of fp16, one binade of amax stands for all: every quantity is a normal number.
     """
     for first in range(0, len(BF16), 128):
         x = BF16[max(0, first - 22 * 128) : first + 128]
-        assert wrong_bytes(BF16[first : first + 128], x, ulps) == 0
+        assert wrong_bytes(x, BF16[first : first + 128, None], "corrected") == 0
     for x in np.split(FP16[-20 * 1024 :], 20):
-        assert wrong_bytes(FP16[-1024:], x, ulps) == 0
+        assert wrong_bytes(x, FP16[-1024:, None], "corrected") == 0
 
 
 def test_uncorrected_quotients_give_wrong_bytes() -> None:
     """Else the two tests above would test nothing."""
     amax, x = BF16[0x3F80:0x4000], BF16[0x3F80 - 22 * 128 : 0x4000]
-    got, want = x * (1 / true_scale(amax))[:, None], x / true_scale(amax)[:, None]
+    scale = scale_of(amax)[:, None]
+    got, want = x * (1 / scale), x / scale
     inside = x <= amax[:, None]
     assert (e4m3_bytes(got) != e4m3_bytes(want))[inside].any()
 
 
 @pytest.mark.parametrize("amax", [BF16, FP16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("ulps", [-1, 0, 1])
-def test_a_negative_zero_stays_negative(amax: np.ndarray, ulps: int) -> None:
-    """The reciprocal is documented to be within one ulp of the true one (PTX, rcp.approx)."""
-    pre, r, e = divisor(amax, ulps)
-    s = np.float64(true_scale(amax) * pre)
-    below, above = neighbour(1 / f32(s), ulps - 1), neighbour(1 / f32(s), ulps + 1)
+@every_error
+def test_a_negative_zero_stays_negative(amax: Any, ulps: int) -> None:
+    pre, r, e = divisor(amax, scale_of(amax))
+    s = scale_of(amax) * pre
+    below, above = neighbour(1 / s, ulps - 1), neighbour(1 / s, ulps + 1)
+    s = np.float64(s)
     possible = (below * s < 1) & (above * s > 1)  # less than one ulp away
     assert possible.any()
-    assert np.signbit(quotient(f32(-0.0), pre, r, e)[possible]).all()
+    assert np.signbit(quotient(f32(-0.0), (pre, r, e))[possible]).all()
 
 
 def test_the_reciprocal_of_a_power_of_two_is_exact() -> None:
-    scale = f32(2) ** np.arange(-126, 121, dtype=f32)
-    reciprocal = (np.int32(0x7F000000) - scale.view(np.int32)).view(f32)
-    np.testing.assert_array_equal(scale * reciprocal, np.ones_like(scale))
-
-
-def refined_quotient(x: np.ndarray, amax: np.ndarray) -> np.ndarray:
-    """``quotient`` by ``divisor`` with METHOD "refined"."""
-    pre = np.where((amax < f32(2**-60)) & (amax > 0), f32(2**64), f32(1))
-    s = true_scale(amax) * pre
-    r, e = f32(1) / s, np.where(np.isposinf(amax), f32(0), s)
-    y = x * pre
-    q = y * r
-    return fma(-fma(e, q, -y), r, q)
+    scale = np.append(f32(2) ** np.arange(-126, 121, dtype=f32), f32([np.inf, np.nan]))
+    of = divisor(128 * scale, scale, power_of_two=True)
+    want = np.append(np.ones(247, f32), f32([0, np.nan]))  # as x / scale
+    x = np.append(scale[:-2], f32([3, 3]))
+    np.testing.assert_array_equal(quotient(x, of, power_of_two=True), want)
 
 
 def test_a_refined_quotient_rounds_as_a_division_next_to_every_boundary() -> None:
@@ -162,31 +182,20 @@ def test_a_refined_quotient_rounds_as_a_division_next_to_every_boundary() -> Non
     boundaries = midpoints + np.array([-1, 0, 1])[:, None] * 2.0**-20
     nearest = (np.float64(s) * boundaries).astype(f32)
     x = neighbour(nearest, np.arange(-3, 4))
-    y = x * (f32(1) / s)
-    got, want = fma(-fma(s, y, -x), f32(1) / s, y), x / s
+    got, want = quotient(x, divisor(448 * s, s, "refined"), "refined"), x / s
     scale = f32(2**-4)  # 5 bits become those of ordinary e4m3 numbers and their midpoints
     np.testing.assert_array_equal(e4m3_bytes(got * scale), e4m3_bytes(want * scale))
-    assert (e4m3_bytes(y * scale) != e4m3_bytes(want * scale)).any()  # the product alone would not
+    alone = e4m3_bytes(x * (f32(1) / s) * scale)  # the product without what refines it
+    assert (alone != e4m3_bytes(want * scale)).any()
 
 
 def test_refined_quotients_of_tiny_blocks() -> None:
     bits = np.random.default_rng(0).integers(1, 2**23 * 90, (20_000, 8)).astype(np.uint32)
     x = np.sort(bits.view(f32), axis=1)
-    amax = x[:, -1:]
-    np.testing.assert_array_equal(
-        e4m3_bytes(refined_quotient(x, amax)), e4m3_bytes(x / true_scale(amax))
-    )
+    assert wrong_bytes(x, x[:, -1:], "refined") == 0
 
 
 @pytest.mark.parametrize("amax", [1e-44, 1e-30, 1.0, 3e38, np.inf])
 def test_refined_quotients_of_zeros_keep_their_sign(amax: float) -> None:
-    q = refined_quotient(np.array([0.0, -0.0], f32), np.array([amax], f32))
+    q = quotient([0.0, -0.0], divisor(amax, scale_of([amax]), "refined"), "refined")
     np.testing.assert_array_equal(np.signbit(q), [False, True])
-    np.testing.assert_array_equal(q, [0, 0])
-
-
-def test_refined_quotients_of_infinite_blocks() -> None:
-    x = np.array([1, -1, np.inf, -np.inf, np.nan], f32)
-    q = refined_quotient(x, np.array([np.inf], f32))
-    np.testing.assert_array_equal(q, x / np.array([np.inf], f32))
-    np.testing.assert_array_equal(np.signbit(q[:2]), [False, True])
