@@ -92,7 +92,7 @@ def check_kernels(device: str) -> int:
                 assert_same(a, b)
 
     count = 0
-    of_interpreter = [(1, 1), (5, 127), (37, 129), (18, 576), (3, 10944), (2, 4096)]
+    of_interpreter = [(1, 1), (5, 127), (9, 1025), (2, 2048)]  # around tiles of 4x1024
     # the interpreter does not round to bf16, but cuts
     dtypes = DTYPES if device == "cuda" else [torch.float16, torch.float32]
     shapes = of_interpreter if device == "cpu" else [*SHAPES, (4099, 8192)]
@@ -129,7 +129,7 @@ def test_kernels_in_triton_s_interpreter() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) == 6 * 2 * 8
+    assert int(done.stdout) == 4 * 2 * 8
 
 
 @pytest.mark.gpu
