@@ -7,7 +7,6 @@ Here with kernels that are Python and run on the CPU (``tests/support/fake_drive
 from __future__ import annotations
 
 import functools
-import gc
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,9 +17,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map_only
 
 pytest.importorskip("triton")
 
+from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_128X128, Quantized
 from blocktensor.ops.runtime import replay
 from blocktensor.ops.runtime.launch import Launch
 from blocktensor.ops.runtime.replay import Replay
@@ -59,61 +60,84 @@ def test_the_second_call_of_a_kind_is_direct() -> None:
     assert head[7:13] == last
 
 
-@pytest.mark.parametrize(
-    "other",
-    [lambda: draw(2, 4), lambda: draw(16)[::2], lambda: draw(9)[1:], lambda: draw(7)],
-    ids=["shape", "stride", "alignment", "size"],
-)
-def test_another_kind_of_tensor_is_recorded_anew(other: Callable[[], Tensor]) -> None:
-    a = op(axpy)
-    for x in (draw(8), other()) * 3:
-        y = torch.empty_like(x).copy_(draw(*x.shape))
-        got = a.call(x, y, 3)
-        if x.is_contiguous():  # the kernel knows nothing of strides
-            assert torch.equal(got, 3 * x + y)
-    assert (a.calls, len(a.kernel.direct)) == (2, 4)
+def twice(kernel: Kernel, x: Tensor, y: Tensor, factor: int) -> tuple[Tensor, Tensor, Tensor]:
+    between, padded, out = torch.empty_like(x), torch.empty(x.numel() + 3), torch.empty_like(x)
+    launch(kernel, x, y, between, factor)  # which is never returned
+    launch(kernel, between, y, padded, factor)
+    launch(kernel, y, x, out, factor)
+    return out, padded[: x.numel()], padded[None, :4].t()
 
 
-def test_several_launches_workspaces_and_views() -> None:
-    def twice(kernel: Kernel, x: Tensor, y: Tensor, factor: int) -> tuple[Tensor, Tensor, Tensor]:
-        between = torch.empty_like(x)  # never returned
-        padded = torch.empty(x.numel() + 3)
-        out = torch.empty_like(x)
-        launch(kernel, x, y, between, factor)
-        launch(kernel, between, y, padded, factor)
-        launch(kernel, y, x, out, factor)
-        return out, padded[: x.numel()], padded[None, :4].t()
+def by_halves(kernel: Kernel, x: Tensor, y: Tensor) -> Tensor:
+    out = torch.empty_like(x)
+    for factor, part, made in zip((3, 4), x.chunk(2), out.chunk(2), strict=True):
+        launch(kernel, part, y, made, factor)
+    return out
 
-    a = op(twice)
+
+def maybe(kernel: Kernel, x: Tensor, y: Tensor | None, z: Tensor) -> Tensor:
+    return axpy(kernel, x, z if y is None else y, 1)
+
+
+def of_casts(kernel: Kernel, x: Quantized, y: Tensor, factors: tuple[int, int]) -> tuple[Any, ...]:
+    form = Quantized(axpy(kernel, *x[:2], factors[1]), torch.empty(2, 0), BLOCKS_128X128)
+    return form, (axpy(kernel, y, x.scale, 2), (form,)), None, factors
+
+
+def add_to_zeros(kernel: Kernel, x: Tensor, y: Tensor) -> Tensor:
+    out = torch.zeros(8)  # no uninitialised memory, whatever it holds the next time
+    launch(kernel, x, out, out, 1)
+    return out
+
+
+def pair(*others: int) -> tuple[Any, ...]:
+    return *draw(2, 8), *others
+
+
+REPEATED: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]], int]] = {
+    "several": (twice, lambda: pair(3), 3),
+    "parts": (by_halves, lambda: (draw(8), draw(4)), 2),
+    "in place": (lambda kernel, out, x: launch(kernel, x, out, out, 2), pair, 1),
+    "a tensor": (maybe, lambda: tuple(draw(3, 8)), 1),
+    "no tensor": (maybe, lambda: (draw(8), None, draw(8)), 1),
+    "tuples": (of_casts, lambda: (Quantized(*pair(), BLOCKS_1X128), draw(8), (2, 3)), 2),
+    # Whatever else a function does it does every time
+    "made before": (lambda kernel, x, y: axpy(kernel, x + 1, y, 2), pair, 0),
+    "changed after": (lambda kernel, x, y: axpy(kernel, x, y, 2).add_(2), pair, 0),
+    "zeros": (add_to_zeros, pair, 0),
+    "a part of either": (lambda kernel, x, y: axpy(kernel, x[4:], y[4:], 2), pair, 0),
+    "an argument": (lambda kernel, x, y: (axpy(kernel, x, y, 2), x)[1], pair, 0),
+    "a value": (lambda kernel, x, y: (axpy(kernel, x, y, 2), y.sum().item())[0], pair, 0),
+}
+"""Functions, their arguments, and the launches that each call of them repeats."""
+
+
+@pytest.mark.parametrize("label", REPEATED)
+def test_results_are_those_of_ordinary_launches(label: str) -> None:
+    function, inputs, launches = REPEATED[label]
+    a = op(function)
     for _ in range(4):
-        x, y = draw(2, 8)
-        out, padded, view = a.call(x, y, 3)
-        assert torch.equal(out, 3 * y + x)
-        assert torch.equal(padded, 9 * x + 4 * y)
-        assert torch.equal(view, (9 * x + 4 * y)[:4, None])
+        args = inputs()
+        theirs = tree_map_only(Tensor, torch.clone, args)
+        plain = function(Kernel(axpy_body, a.kernel.arg_names), *theirs), theirs
+        got, want = (tree_flatten(each) for each in ((a.call(*args), args), plain))
+        assert got[1] == want[1]
+        for x, y in zip(got[0], want[0], strict=True):
+            if isinstance(x, Tensor):
+                assert torch.equal(x, y)
+                assert x.stride() == y.stride()
+            else:
+                assert x == y
+        assert (a.table.find(*args) == a._counted) == (launches == 0)
+    assert (a.calls, len(a.kernel.direct)) == (1 if launches else 4, 3 * launches)
+
+
+def test_memory_of_views_is_that_of_ordinary_launches() -> None:
+    a = op(twice)
+    for _ in range(2):
+        out, padded, _ = a.call(*pair(3))
         assert (out._is_view(), padded._is_view()) == (False, True)  # views cost host time
         assert padded.untyped_storage().nbytes() == 11 * 4
-        assert view.stride() == (1, 11)
-    assert (a.calls, len(a.kernel.direct)) == (1, 9)
-
-
-def test_parts_of_arguments_and_of_results_have_their_offsets() -> None:
-    def halves(kernel: Kernel, x: Tensor, y: Tensor, factor: int) -> Tensor:
-        left, right = x.chunk(2)
-        out = torch.empty_like(x)
-        launch(kernel, left, y, out[: len(y)], factor)
-        launch(kernel, right, y, out[len(y) :], factor + 1)
-        return out
-
-    a = op(halves)
-    for _ in range(4):
-        x, y = draw(8), draw(4)
-        assert torch.equal(a.call(x, y, 3), torch.cat([3 * x[:4] + y, 4 * x[4:] + y]))
-    assert (a.calls, len(a.kernel.direct)) == (1, 6)
-    both = draw(16)
-    for _ in range(2):  # a part of two arguments: which of them is not known
-        x, y = both[:8], both[8:12]
-        assert torch.equal(a.call(x, y, 3), torch.cat([3 * x[:4] + y, 4 * x[4:] + y]))
 
 
 def test_what_is_not_returned_shares_one_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,31 +163,6 @@ def test_what_is_not_returned_shares_one_allocation(monkeypatch: pytest.MonkeyPa
     assert (a.calls, len(a.kernel.direct)) == (1, 6)
 
 
-def test_an_op_in_place_returns_nothing() -> None:
-    a = op(lambda kernel, out, x: launch(kernel, x, out, out, 2))
-    out, want = draw(8), torch.zeros(8)
-    want.copy_(out)
-    for _ in range(4):
-        x = draw(8)
-        assert a.call(out, x) is None
-        assert torch.equal(out, want.add_(2 * x))
-    assert a.calls == 1
-
-
-def test_missing_tensors_keep_their_places() -> None:
-    def maybe(kernel: Kernel, x: Tensor, y: Tensor | None, z: Tensor) -> Tensor:
-        out = torch.empty_like(x)
-        launch(kernel, x, z if y is None else y, out, 1)
-        return out
-
-    a = op(maybe)
-    for _ in range(3):
-        x, y, z = draw(3, 8)
-        assert torch.equal(a.call(x, None, z), x + z)
-        assert torch.equal(a.call(x, y, z), x + y)
-    assert a.calls == 2
-
-
 def test_an_empty_grid_launches_nothing() -> None:
     def nothing(kernel: Kernel, x: Tensor) -> Tensor:
         out = torch.empty(3)
@@ -175,45 +174,21 @@ def test_an_empty_grid_launches_nothing() -> None:
     assert (a.calls, a.kernel.ordinary, a.kernel.direct) == (1, 0, [])
 
 
-def add_to_zeros(kernel: Kernel, x: Tensor, y: Tensor) -> Tensor:
-    out = torch.zeros(8)  # no uninitialised memory, whatever it holds the next time
-    launch(kernel, x, out, out, 1)
-    return out
+@pytest.mark.parametrize("in_tuple", [False, True])
+def test_arguments_at_one_address_are_not_recorded(in_tuple: bool) -> None:
+    a = op(lambda kernel, *args: axpy(kernel, *(args[0][:2] if in_tuple else args), 3))
 
+    def args(x: Tensor, y: Tensor) -> tuple[Any, ...]:
+        return (Quantized(x, y, BLOCKS_1X128),) if in_tuple else (x, y)
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda kernel, x, y: axpy(kernel, x + 1, y, 2),  # a launch on what another op made
-        lambda kernel, x, y: axpy(kernel, x, y, 2).add_(2),  # an op on the result
-        add_to_zeros,
-        lambda kernel, x, y: axpy(kernel, x[4:], y[4:], 2),  # an address inside an argument
-        lambda kernel, x, y: (axpy(kernel, x, y, 2), x)[1],  # a result that is an argument
-        lambda kernel, x, y: (axpy(kernel, x, y, 2), y.sum().item())[0],
-    ],
-    ids=["made before", "changed after", "zeros", "inside", "argument", "value"],
-)
-def test_whatever_else_a_function_does_it_does_every_time(function: Callable[..., Tensor]) -> None:
-    a = op(function)
-    for _ in range(3):
-        x, y = draw(2, 8)
-        plain = function(Kernel(axpy_body, a.kernel.arg_names), x, y)
-        assert torch.equal(a.call(x, y), plain)
-        assert a.table.find(x, y) == a._counted
-    assert (a.calls, a.kernel.direct) == (3, [])
-
-
-def test_arguments_at_one_address_are_not_recorded() -> None:
-    a = op(axpy)
-    x = draw(8)
+    x, y, z = draw(3, 8)
     for _ in range(2):
-        assert torch.equal(a.call(x, x, 3), 4 * x)
-        found = a.table.find(x, x, 3)
+        assert torch.equal(a.call(*args(x, x)), 4 * x)
+        found = a.table.find(*args(x, x))
         assert (found.is_recorded, found.is_refused) == (False, False)
-    y, z = draw(2, 8)
     for _ in range(2):
-        assert torch.equal(a.call(y, z, 3), 3 * y + z)
-    assert torch.equal(a.call(x, x, 3), 4 * x)
+        assert torch.equal(a.call(*args(y, z)), 3 * y + z)
+    assert torch.equal(a.call(*args(x, x)), 4 * x)
     assert (a.calls, len(a.kernel.direct)) == (3, 2)
 
 
@@ -275,7 +250,6 @@ def test_a_recording_keeps_no_tensor_alive() -> None:
     y, z = draw(8), draw(8)
     dead = [weakref.ref(t) for t in (x, a.call(x), y, z, b.call(y, z, 3))]
     del x, y, z
-    gc.collect()
     assert [ref() for ref in dead] == [None] * 5
     assert (a.calls, b.calls) == (1, 1)
     a.call(draw(8)), b.call(*draw(2, 8), 3)

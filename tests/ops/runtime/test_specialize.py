@@ -146,7 +146,8 @@ def test_a_caller_may_have_a_shorter_key() -> None:
 def test_keys_look_into_casts_and_keep_other_arguments() -> None:
     x, y = torch.rand(2, 3), torch.rand(3)
     assert kinds((x, 3), (torch.rand(2, 3), 3)) == 1
-    assert kinds((x, 3), (x, 4), (x.t().contiguous().t(), 3), (x,), (x, None)) == 5
+    parts = torch.rand(7)[1:].view(2, 3), x.half(), x.to("meta"), x.t().contiguous().t(), x[:, :2]
+    assert kinds((x, 3), (x, 4), (x,), (x, None), *((part, 3) for part in parts)) == 9
     q = Quantized(x, y, BLOCKS_1X128)
     assert kinds((q, 3), (Quantized(x.clone(), y.clone(), BLOCKS_1X128), 3)) == 1
     different = [
