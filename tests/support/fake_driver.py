@@ -186,7 +186,6 @@ DRIVERS = {
     ),
 }
 """As much of ``triton.backends.nvidia.driver`` as the fast launcher looks at, by version."""
-"""As much of ``triton.backends.nvidia.driver`` as the fast launcher looks at, by version."""
 
 
 def draw(*shape: int) -> Tensor:
@@ -212,8 +211,8 @@ class Op:
         return self._function(self.kernel, *args)
 
 
-def op(function: Callable[..., Any], body: Any = axpy_body) -> Op:
-    return Op(function, Kernel(body, ["x", "y", "out", "count", "factor", "FLAG"]))
+def op(function: Callable[..., Any]) -> Op:
+    return Op(function, Kernel(axpy_body, ["x", "y", "out", "count", "factor", "FLAG"]))
 
 
 def launch(kernel: Kernel, x: Tensor, y: Tensor, out: Tensor, factor: int) -> None:

@@ -14,28 +14,46 @@ pytest.importorskip("triton")
 import triton
 
 from blocktensor.ops.runtime.triton_compat import launcher as launchers
-from tests.support.fake_driver import Descriptor, Kernel, Op, axpy, draw, fake_driver, op
+from tests.support.fake_driver import Descriptor, Kernel, axpy, draw, fake_driver, op
 
 __all__ = ["fake_driver"]
 
 
-def assert_ordinary(a: Op) -> None:
+@pytest.mark.usefixtures("fake_driver")
+@pytest.mark.parametrize(
+    "change",
+    [
+        *("global_scratch_size", "profile_scratch_size", "gsan_enabled"),
+        *("a hook", "names", "kinds", "interpreter"),
+    ],
+)
+def test_kernels_that_need_more_or_are_unexpected_are_launched_ordinarily(
+    change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = Kernel.__getitem__
+
+    def compiled(kernel: Kernel, grid: tuple[int]) -> Callable[..., Any]:
+        def run(*args: Any, **constants: Any) -> Any:
+            made = original(kernel, grid)(*args, **constants)
+            signature = made.src.signature
+            if change == "a hook":
+                kernel.pre_run_hooks.append(print)
+            elif change == "names":
+                signature["another"] = signature.pop("x")
+            elif change == "kinds":
+                signature["count"] = "fp64"
+            else:
+                setattr(made.run, change, 8)
+            return None if change == "interpreter" else made
+
+        return run
+
+    monkeypatch.setattr(Kernel, "__getitem__", compiled)
+    a = op(axpy)
     for _ in range(3):
         x, y = draw(2, 8)
         assert torch.equal(a.call(x, y, 3), 3 * x + y)
     assert (a.kernel.ordinary, a.kernel.direct) == (3, [])
-
-
-@pytest.mark.parametrize("need", ["global_scratch_size", "profile_scratch_size", "a hook"])
-def test_kernels_that_need_more_are_launched_ordinarily(
-    need: str, fake_driver: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    a = op(axpy)
-    if need == "a hook":
-        a.kernel.pre_run_hooks.append(print)
-    else:
-        monkeypatch.setattr(fake_driver.CudaLauncher, need, 8)
-    assert_ordinary(a)
 
 
 @pytest.mark.usefixtures("fake_driver")
@@ -85,31 +103,6 @@ def test_a_driver_that_lacks_a_part_or_is_called_otherwise_is_another(
         pytest.skip("of the other launcher")
     with pytest.warns(UserWarning, match="in another way than those known"):
         assert launchers.launcher() is None
-
-
-@pytest.mark.usefixtures("fake_driver")
-@pytest.mark.parametrize("change", ["names", "kinds", "interpreter"])
-def test_an_unexpected_kernel_is_launched_ordinarily(
-    change: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    original = Kernel.__getitem__
-
-    def compiled(kernel: Kernel, grid: tuple[int]) -> Callable[..., Any]:
-        def run(*args: Any, **constants: Any) -> Any:
-            made = original(kernel, grid)(*args, **constants)
-            if change == "interpreter":
-                return None
-            signature = made.src.signature
-            if change == "kinds":
-                signature["count"] = "fp64"
-            else:
-                signature["another"] = signature.pop("x")
-            return made
-
-        return run
-
-    monkeypatch.setattr(Kernel, "__getitem__", compiled)
-    assert_ordinary(op(axpy))
 
 
 def test_the_installed_triton_is_known() -> None:
