@@ -85,15 +85,6 @@ def test_bytes_are_those_of_data_and_scales(format: BlockFormat, shape: tuple[in
     assert format.nbytes(shape) == made.data.numel() * made.data.itemsize + 4 * made.scale.numel()
 
 
-@pytest.mark.parametrize(
-    ("size", "edge", "blocks"), [(0, 4, 0), (1, 4, 1), (4, 4, 1), (5, 4, 2), (300, 128, 3)]
-)
-def test_partial_blocks_count(size: int, edge: int, blocks: int) -> None:
-    assert formats.ceil_div(size, edge) == blocks
-    assert formats.num_blocks(128 * size) == size
-    assert formats.num_blocks(128 * size + 1) == size + 1
-
-
 @every_format
 def test_a_copy_is_the_same_object(format: BlockFormat) -> None:
     assert copy.copy(format) is copy.deepcopy(format) is copy.deepcopy([format])[0] is format
@@ -140,18 +131,6 @@ def test_unknown_blocks_are_refused(
 def filled(scale: Tensor) -> Tensor:
     """``scale`` with a different number in each place."""
     return scale.copy_(torch.arange(1.0, scale.numel() + 1).view(scale.shape))
-
-
-every_kind = pytest.mark.parametrize(
-    "format", [BLOCKS_1X128, BLOCKS_128X128], ids=lambda format: format.name
-)
-
-
-@pytest.mark.parametrize(
-    ("size", "padded"), [(0, 0), (1, 4), (4, 4), (5, 8), (128, 128), (129, 132), (300, 300)]
-)
-def test_sizes(size: int, padded: int) -> None:
-    assert pad4(size) == padded
 
 
 @pytest.mark.parametrize(
@@ -275,16 +254,18 @@ def test_slices_of_square_scales_for_cublas(part: Any, layout: str) -> None:
     assert end * 4 <= given.untyped_storage().nbytes()
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (3, 300), (128, 128), (129, 1000), (513, 513)])
-@every_kind
-def test_our_own_scales_are_read_by_tma_where_they_lie(
-    shape: tuple[int, int], format: BlockFormat
-) -> None:
-    scale = filled(empty_scale(shape, format, CPU))
-    assert tma_scale(quantized(scale, *shape, format)) is scale
+def test_tma_reads_aligned_scales_where_they_lie() -> None:
+    for format in (BLOCKS_1X128, BLOCKS_128X128):
+        for shape in ((1, 1), (3, 300), (128, 128), (129, 1000), (513, 513)):
+            scale = filled(empty_scale(shape, format, CPU))
+            assert tma_scale(quantized(scale, *shape, format)) is scale
+    rowwise = filled(empty_scale((520, 768), BLOCKS_1X128, CPU))[4:260, 1:3]
+    assert tma_scale(quantized(rowwise, 256, 256, BLOCKS_1X128)) is rowwise
+    square = filled(empty_scale((512, 1024), BLOCKS_128X128, CPU))[1:3, 4:7]
+    assert tma_scale(quantized(square, 256, 384, BLOCKS_128X128)) is square
 
 
-@every_kind
+@pytest.mark.parametrize("format", [BLOCKS_1X128, BLOCKS_128X128], ids=lambda f: f.name)
 @pytest.mark.parametrize(
     "layout", ["dense", "transposed", "unaligned", "repeated", "overlapping", "sliced"]
 )
@@ -309,13 +290,6 @@ def test_other_scales_are_copied_for_tma(layout: str, format: BlockFormat) -> No
     assert given.stride() == ours.stride()
     assert given.data_ptr() % 16 == 0
     assert torch.equal(given, scale)
-
-
-def test_aligned_slices_are_read_by_tma_where_they_lie() -> None:
-    rowwise = filled(empty_scale((520, 768), BLOCKS_1X128, CPU))[4:260, 1:3]
-    assert tma_scale(quantized(rowwise, 256, 256, BLOCKS_1X128)) is rowwise
-    square = filled(empty_scale((512, 1024), BLOCKS_128X128, CPU))[1:3, 4:7]
-    assert tma_scale(quantized(square, 256, 384, BLOCKS_128X128)) is square
 
 
 @pytest.mark.parametrize("k", [0, 1, 15, 16, 17, 128, 130])

@@ -21,7 +21,7 @@ from blocktensor.ops.formats import (
 from blocktensor.ops.op import OPS
 from blocktensor.ops.registry import first_choice
 from tests.support.casts import kernels
-from tests.support.pretended_gpu import CPU, CUDA, Pretend
+from tests.support.pretended_gpu import CUDA, Pretend
 
 COMPOSED = ("quantize_transpose",)
 """Ops made of others."""
@@ -127,10 +127,3 @@ def test_who_casts_elsewhere_and_in_other_formats(
     x: Any = Fake(BF16, (256, 272), (272, 1))
     assert cast_backend(x, *formats).name == name
     assert first_choice(CAST_BACKENDS, CastProblem(x, *formats), CUDA).others == others
-
-
-def test_a_cpu_runs_the_reference() -> None:
-    x = torch.rand(256, 272)
-    assert cast_backend(x, BLOCKS_1X128).name == "reference"
-    choice = first_choice(CAST_BACKENDS, CastProblem(x, BLOCKS_1X128), CPU)
-    assert choice.others == "gluon, triton: needs a CUDA device, got 'cpu'"

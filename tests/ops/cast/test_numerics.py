@@ -190,8 +190,9 @@ def test_a_refined_quotient_rounds_as_a_division_next_to_every_boundary() -> Non
 
 
 def test_refined_quotients_of_tiny_blocks() -> None:
-    bits = np.random.default_rng(0).integers(1, 2**23 * 90, (20_000, 8)).astype(np.uint32)
-    x = np.sort(bits.view(f32), axis=1)
+    draw = np.random.default_rng(0)
+    bits = draw.integers(1, 1 + 2 ** draw.integers(0, 31, (20_000, 1)), (20_000, 8))
+    x = np.sort(bits.astype(np.uint32).view(f32), axis=1)
     assert wrong_bytes(x, x[:, -1:], "refined") == 0
 
 

