@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from blocktensor.ops import reference
 from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_128X128, BlockFormat, Quantized
@@ -134,11 +133,3 @@ def test_a_call_without_gradients_or_modes_passes_no_layers_of_custom_op() -> No
     assert not [name for name in called if Path(name).parent.name == "_library"]
     for got, wanted in zip(made, want, strict=True):
         assert_same(got, wanted)
-
-
-def test_modes_see_a_call() -> None:
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        data, scale = NAMES.tried_halved(torch.randn(130, 300), "1x128")
-    assert isinstance(data, FakeTensor) and isinstance(scale, FakeTensor)
-    assert (data.shape, scale.shape) == ((130, 300), (130, 3))
-    assert ran == []

@@ -95,16 +95,6 @@ def triton_cases(way: Way, dtype: torch.dtype, power_of_two: bool) -> list[Case]
     return cases(turn, sources, 16 if power_of_two else 24)
 
 
-def test_the_sweep_is_wide() -> None:
-    for way in WAYS:
-        sweeps = [triton_cases(*c) for c in COMBINATIONS if c[0] == way]
-        assert {case.view for sweep in sweeps for case in sweep} == set(VIEWS)
-        for plain, power_of_two in zip(sweeps[::2], sweeps[1::2], strict=True):
-            assert len(plain) + len(power_of_two) >= 200
-            for sweep in (plain, power_of_two):
-                assert {case.kind for case in sweep} == set(KINDS)
-
-
 @on_a_gpu
 @pytest.mark.parametrize(("way", "dtype", "power_of_two"), COMBINATIONS, ids=str)
 def test_triton_bytes(way: Way, dtype: torch.dtype, power_of_two: bool, rng: Generator) -> None:

@@ -107,7 +107,7 @@ def test_who_casts(
     ("gpu", "formats", "name", "others"),
     [
         (((8, 9),), [BLOCKS_1X128], "triton", "gluon: written for sm_90 and later"),
-        (((8, 0),), [BLOCKS_1X128], "reference",
+        (((8, 0), "13.0", False), [BLOCKS_1X128], "reference",
          "gluon, triton: needs a GPU with FP8 (sm_89 or later), got sm_80"),
         (((9, 0), "13.0", False), [BLOCKS_1X128], "reference",
          "gluon, triton: triton is not installed"),

@@ -11,9 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from blocktensor import Recipe
 from blocktensor.ops import reference
-from blocktensor.ops.formats import BLOCK, Quantized
+from blocktensor.ops.formats import BLOCK, BLOCKS_1X128, BLOCKS_1X128_POW2
 
 FLOOR = 1e-10
 
@@ -29,18 +28,13 @@ def engine_cast(x: Tensor, ue8m0: bool) -> tuple[Tensor, Tensor]:
     return data.flatten(-2), scale
 
 
-def our_cast(x: Tensor, ue8m0: bool) -> Quantized:
-    recipe = Recipe(scale="power_of_two" if ue8m0 else "fp32")
-    return reference.quantize_rowwise(x, recipe.activation_format)
-
-
 @pytest.mark.parametrize("ue8m0", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_activations_have_the_bits_of_vllm(dtype: torch.dtype, ue8m0: bool) -> None:
     torch.manual_seed(0)
     x = (torch.randn(512, 1024) * 2.0 ** torch.randint(-36, 13, (512, 1))).to(dtype)
     data, scale = engine_cast(x, ue8m0)
-    ours = our_cast(x, ue8m0)
+    ours = reference.quantize_rowwise(x, BLOCKS_1X128_POW2 if ue8m0 else BLOCKS_1X128)
     # below this amax the engine's scale no longer falls
     same = x.float().unflatten(-1, (-1, BLOCK)).abs().amax(-1) >= FLOOR * (448 if ue8m0 else 1)
     assert same.sum() > 2000
@@ -56,13 +50,14 @@ def test_where_powers_of_two_differ() -> None:
     for ulps, differ in ((-1, 0), (0, 0), (1, 32)):
         x = torch.zeros(40, BLOCK)
         x[:, 0] = exact * (1 + ulps * 2**-23)
-        assert (engine_cast(x, True)[1] != our_cast(x, True).scale).sum() == differ, ulps
+        ours = reference.quantize_rowwise(x, BLOCKS_1X128_POW2)
+        assert (engine_cast(x, True)[1] != ours.scale).sum() == differ, ulps
 
 
 def test_zeros() -> None:
     """The engine divides by the floor, we by 1: the bytes agree, the scales do not."""
     x = torch.zeros(1, BLOCK)
     data, scale = engine_cast(x, False)
-    ours = our_cast(x, False)
+    ours = reference.quantize_rowwise(x, BLOCKS_1X128)
     assert torch.equal(data.view(torch.uint8), ours.data.view(torch.uint8))
     assert (scale.item(), ours.scale.item()) == (pytest.approx(FLOOR / 448), 1)

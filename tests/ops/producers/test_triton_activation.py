@@ -1,7 +1,7 @@
 """The PTX of activations and norms computes what it should, here and without a GPU.
 
-An interpreter runs it on fp32 numbers. The comparison is with
-float64: it finds a wrong constant or a wrong step, not a wrong last bit, which GPU tests do.
+An interpreter runs it on fp32 numbers. The comparison is with float64: it finds a wrong constant or
+a wrong step, not a wrong last bit, which GPU tests do.
 """
 
 from __future__ import annotations
@@ -52,11 +52,6 @@ def word(low: Any, high: Any, dtype: torch.dtype) -> Any:
     return pair.to(dtype).view(torch.int32).numpy().view(U32)[:, 0]
 
 
-def by_halves(function: Callable[..., Any], dtype: torch.dtype, *words: Any) -> Any:
-    low, high = zip(*(halves(x, dtype) for x in words), strict=True)
-    return word(function(*low), function(*high), dtype)
-
-
 FLOATS: dict[str, Callable[..., Any]] = {
     "fma.rn.f32": lambda a, b, c: a * b + c,
     "add.rn.f32": lambda a, b: a + b,
@@ -77,7 +72,6 @@ WORDS: dict[str, Callable[..., Any]] = {
     "and.b32": lambda a, b: a & b,
     "or.b32": lambda a, b: a | b,
 }
-PAIRS: dict[str, Callable[..., Any]] = {"fma.rn": lambda a, b, c: a * b + c}
 
 
 def toward_minus_infinity(x: Any) -> Any:
@@ -119,10 +113,10 @@ def run(ptx: str, words: list[Any], dtype: torch.dtype) -> Any:
             registers[out] = rounded(FLOATS[op](*(wide(operand(name)) for name in names)))
         elif op in WORDS:
             registers[out] = WORDS[op](*(operand(name) for name in names))
-        else:
-            pair, _, kind = op.rpartition(".")
-            assert kind == {"bf16": "bf16x2", "fp16": "f16x2"}[NAMES[dtype]]
-            registers[out] = by_halves(PAIRS[pair], dtype, *map(operand, names))
+        else:  # of both halves
+            assert op == {"bf16": "fma.rn.bf16x2", "fp16": "fma.rn.f16x2"}[NAMES[dtype]]
+            pairs = zip(*(halves(operand(name), dtype) for name in names), strict=True)
+            registers[out] = word(*(a * b + c for a, b, c in pairs), dtype)
     return registers["$0"]
 
 

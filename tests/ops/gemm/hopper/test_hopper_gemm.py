@@ -87,26 +87,19 @@ def test_small_batches_are_made_in_parts(rng: Generator) -> None:
 def test_nothing_is_written_outside(name: str, n: int, columns: int, rng: Generator) -> None:
     tile = TILES[name]
     a, b = gemms.operands(Shape(700, n, 384), (1, tile.b_block), rng)
-    buffer, out = gemms.guarded(700, n, BF16, columns)
+    buffer = torch.full((701, n + columns), float("nan"), dtype=BF16, device=CUDA)
+    out = buffer[:700, :n]
     hopper.plan_gemm(a, b, None, out, tile)()
-    gemms.assert_guards_hold(buffer, 700, n)
+    assert buffer[700:].isnan().all()
+    assert buffer[:, n:].isnan().all()
     assert relative_error(out, reference.gemm(a, b, None, FP32)) <= gemms.TOLERANCE[BF16]
 
 
-@pytest.mark.parametrize("check", gemms.OF_NUMBERS)
+@pytest.mark.parametrize("check", gemms.OF_EVERY_TILE)
 @every_tile
 def test_numbers_of_every_tile(name: str, check: gemms.Check, rng: Generator) -> None:
     module = fixed(name)
     check(module, module.blocks, rng)
-
-
-@every_tile
-def test_fifty_runs_give_the_same_bits(name: str, rng: Generator) -> None:
-    module = fixed(name)
-    a, b = gemms.operands(Shape(2999, 1544, 10944), module.blocks, rng)
-    first = module.gemm(a, b, None, FP32)
-    for _ in range(50):
-        assert torch.equal(module.gemm(a, b, None, FP32), first)
 
 
 @every_tile
