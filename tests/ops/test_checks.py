@@ -17,10 +17,7 @@ from blocktensor.ops import checks, formats
 from blocktensor.ops.cast import ops as casts
 from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_1X128_POW2, BlockFormat, Quantized
 from blocktensor.ops.gemm.ops import gemm
-from blocktensor.ops.grouped_gemm.ops import (
-    grouped_gemm,
-    grouped_gemm_wgrad,
-)
+from blocktensor.ops.grouped_gemm.ops import grouped_gemm, grouped_gemm_wgrad
 from blocktensor.ops.producers import ops
 from tests.support.groups import columnwise, ends, stack
 from tests.support.numeric import E4M3, operand

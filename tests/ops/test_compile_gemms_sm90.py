@@ -36,32 +36,6 @@ def assert_fits(tile: Tile, code: Resources) -> None:
     assert code.shared_bytes * tile.programs <= 227 * 1024
 
 
-def compiled(
-    tile: Tile,
-    dtype: torch.dtype,
-    *,
-    m: int = 4096,
-    n: int = 2112,
-    bias: bool = False,
-    parts: int = 1,
-) -> Resources:
-    k, out = 7168, like(m * parts, n, dtype=dtype)
-    a, b = cast_like(m, k), cast_like(n, k, rows=tile.b_block)
-    return compile_for_sm90(plan_gemm(a, b, like(n) if bias else None, out, tile, parts))
-
-
-def assert_as_written(tile: Tile, code: Resources) -> None:
-    assert_fits(tile, code)
-    # What 384 or 512 threads leave each; the consumers then take more from the producer
-    assert code.registers == (168 if tile.warpgroups == 2 else 128)
-    # One wait a product: ptxas serialises products that it cannot keep under way, each with a wait
-    # of its own. The first k block of a tile is code of its own where B has 128x128 blocks.
-    products = tile.products * tile.warpgroups * (2 if tile.b_block == 128 else 1)
-    assert code.sass.count("WARPGROUP.DEPBAR") == products
-    assert code.sass.count(f"QGMMA.64x{tile.width}x32") == 4 * products
-    assert code.sass.count("QGMMA") == 4 * products
-
-
 def variants() -> Iterator[tuple[str, dict[str, Any]]]:
     """Names of tiles, with the options of a product that they compute."""
     for name, tile in TILES.items():
@@ -76,7 +50,19 @@ def variants() -> Iterator[tuple[str, dict[str, Any]]]:
 
 @pytest.mark.parametrize(("name", "options"), [*variants()], ids=str)
 def test_products(name: str, options: dict[str, Any]) -> None:
-    assert_as_written(TILES[name], compiled(TILES[name], **options))
+    tile, n, parts = TILES[name], options.get("n", 2112), options.get("parts", 1)
+    a, b = cast_like(4096, 7168), cast_like(n, 7168, rows=tile.b_block)
+    out, bias = like(4096 * parts, n, dtype=options["dtype"]), options.get("bias")
+    code = compile_for_sm90(plan_gemm(a, b, like(n) if bias else None, out, tile, parts))
+    assert_fits(tile, code)
+    # What 384 or 512 threads leave each; the consumers then take more from the producer
+    assert code.registers == (168 if tile.warpgroups == 2 else 128)
+    # One wait a product: ptxas serialises products that it cannot keep under way, each with a wait
+    # of its own. The first k block of a tile is code of its own where B has 128x128 blocks.
+    products = tile.products * tile.warpgroups * (2 if tile.b_block == 128 else 1)
+    assert code.sass.count("WARPGROUP.DEPBAR") == products
+    assert code.sass.count(f"QGMMA.64x{tile.width}x32") == 4 * products
+    assert code.sass.count("QGMMA") == 4 * products
 
 
 def test_bias_and_masked_stores_get_a_tile_with_registers_to_spare() -> None:

@@ -45,26 +45,12 @@ def test_names_are_unique(other: BlockFormat) -> None:
     assert str(error.value) == f"no format is named '1x64': expected one of {', '.join(known)}"
 
 
-@pytest.mark.parametrize(
-    ("format", "rows", "power_of_two", "transposes", "ranks"),
-    [
-        (BLOCKS_1X128, 1, False, False, (2,)),
-        (formats.BLOCKS_1X128_POW2, 1, True, False, (2,)),
-        (BLOCKS_128X128, 128, False, True, (2, 3)),
-        (formats.BLOCKS_128X128_POW2, 128, True, True, (2, 3)),
-    ],
-    ids=NAMES[:1] + NAMES[2:3] + NAMES[1:2] + NAMES[3:],
-)
-def test_attributes(
-    format: BlockFormat, rows: int, power_of_two: bool, transposes: bool, ranks: tuple[int, ...]
-) -> None:
-    rounding: formats.ScaleRounding = "power_of_two" if power_of_two else "fp32"
-    assert (format.rows, format.cols) == format.block_shape == (rows, 128)
-    assert (format.power_of_two, format.transposes) == (power_of_two, transposes)
-    assert (format.ranks, format.dtype) == (ranks, torch.float8_e4m3fn)
-    assert (formats.ACTIVATION_FORMATS if rows == 1 else formats.WEIGHT_FORMATS)[rounding] is format
-    for blocks in (format.block_shape, list(format.block_shape)):
-        assert formats.with_block_shape(blocks, rounding) is format
+@pytest.mark.parametrize("rounding", ["fp32", "power_of_two"])
+def test_formats_are_found_by_their_blocks(rounding: formats.ScaleRounding) -> None:
+    chosen = formats.ACTIVATION_FORMATS[rounding], formats.WEIGHT_FORMATS[rounding]
+    for format, blocks in zip(chosen, ((1, 128), (128, 128)), strict=True):
+        assert formats.with_block_shape(list(blocks), rounding) is format
+        assert (format.block_shape, format.scale_rounding) == (blocks, rounding)
 
 
 def test_another_format_has_its_own_blocks_and_dtype(other: BlockFormat) -> None:
@@ -290,6 +276,20 @@ def test_other_scales_are_copied_for_tma(layout: str, format: BlockFormat) -> No
     assert given.stride() == ours.stride()
     assert given.data_ptr() % 16 == 0
     assert torch.equal(given, scale)
+
+
+def test_scales_of_stacks_for_tma() -> None:
+    ours = empty_scale((3, 300, 700), BLOCKS_128X128, CPU)  # [3, 3, 6], padded to 8
+    others = (
+        torch.empty(3, 3, 6),
+        empty_scale((3, 600, 700), BLOCKS_128X128, CPU)[:, 1:4],
+        empty_scale((3, 300, 1000), BLOCKS_128X128, CPU)[..., 1:7],  # unaligned
+    )
+    for scale in map(filled, (ours, *others)):
+        given = scale_layouts.stacked_scale(scale)
+        assert (given is scale) == (scale is ours)
+        assert (given.stride(), given.data_ptr() % 16) == (ours.stride(), 0)
+        assert torch.equal(given, scale)
 
 
 @pytest.mark.parametrize("k", [0, 1, 15, 16, 17, 128, 130])

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,22 +28,17 @@ def halved(x: Tensor, format: BlockFormat, also: BlockFormat | None, halve: bool
     return tuple(None if f is None else reference.quantize_rowwise(y, f) for f in (format, also))
 
 
-def backend_of(name: str) -> Backend[Tensor]:
-    def run(function: Callable[..., Any], *args: Any) -> Any:
+def backend_of(name: str, declined: torch.dtype | None = None) -> Backend[Tensor]:
+    def run(*args: Any) -> Any:
         ran.append(name)
-        return function(*args)
+        return halved(*args)
 
-    functions = {"tried_halved": partial(run, halved)}
-    declines = "no fp16" if name == "fake kernels" else None
-    return Backend(
-        name,
-        (SimpleNamespace(**functions),),
-        declines=lambda x: declines if x.dtype == torch.float16 else None,
-        launches=False,
-    )
+    functions = SimpleNamespace(tried_halved=run)
+    declines = {declined: "another dtype"}
+    return Backend(name, (functions,), declines=lambda x: declines.get(x.dtype), launches=False)
 
 
-BACKENDS = backend_of("fake kernels"), backend_of("reference")
+BACKENDS = backend_of("fake kernels", torch.float16), backend_of("reference")
 
 
 def choose(x: Tensor, *_: object) -> Backend[Tensor]:

@@ -90,25 +90,6 @@ def test_strided_inputs(view: str, format: BlockFormat, rng: Generator) -> None:
     check(columnwise, x, format)
 
 
-@pytest.mark.parametrize("rounding", ["fp32", "power_of_two"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_both_in_two_formats(kind: str, rounding: formats.ScaleRounding, rng: Generator) -> None:
-    """Columnwise squares are the transpose of the rowwise ones, and zeros."""
-    rows, squares = formats.ACTIVATION_FORMATS[rounding], formats.WEIGHT_FORMATS[rounding]
-    x = values(kind, 300, 130, torch.bfloat16, rng)
-    row, col = reference.quantize_both(x, rows, squares)
-    again, in_rows = reference.quantize_both(x, rows)
-    for got, want in (
-        (row, reference.quantize_rowwise(x, rows)),
-        (again, row),
-        (in_rows, reference.quantize_columnwise(x, rows)),
-        (col, reference.quantize_columnwise(x, squares)),
-        (columnwise(x.t(), squares), reference.transpose(reference.quantize_rowwise(x, squares))),
-    ):
-        assert_same_forms(got, want)
-        assert got.scale.stride() == want.scale.stride()
-
-
 @squares
 @pytest.mark.parametrize("shape", [(3, 130, 300), (2, 128, 256), (1, 1, 129), (0, 5, 7), (2, 0, 9)])
 def test_a_stack_is_cast_matrix_by_matrix(

@@ -16,7 +16,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from blocktensor.ops import formats, reference
 from blocktensor.ops.cast import ops as cast_ops
 from blocktensor.ops.cast.ops import quantize_rowwise
-from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_128X128, BLOCKS_128X128_POW2
+from blocktensor.ops.formats import (
+    BLOCKS_1X128,
+    BLOCKS_1X128_POW2,
+    BLOCKS_128X128,
+    BLOCKS_128X128_POW2,
+)
 from blocktensor.ops.gemm import ops as gemm_ops
 from blocktensor.ops.gemm.ops import gemm
 from blocktensor.ops.grouped_gemm import ops as grouped_gemm_ops
@@ -43,10 +48,10 @@ def cast_samples(shape: tuple[int, int], rng: Generator) -> Samples:
     return {
         "quantize_rowwise": (x.t(), BLOCKS_1X128),
         "quantize_rowwise of a stack": (stack, BLOCKS_128X128_POW2),
-        "quantize_columnwise": (x, formats.BLOCKS_1X128_POW2),
+        "quantize_columnwise": (x, BLOCKS_1X128_POW2),
         "quantize_columnwise in squares": (x, BLOCKS_128X128),
         "quantize_both": (x, BLOCKS_1X128),
-        "quantize_both in two formats": (x, formats.BLOCKS_1X128_POW2, BLOCKS_128X128_POW2),
+        "quantize_both in two formats": (x, BLOCKS_1X128_POW2, BLOCKS_128X128_POW2),
         "quantize_with_transpose": (x, BLOCKS_128X128_POW2),
         "quantize_with_transpose of a stack": (stack, BLOCKS_128X128),
         "quantize_transpose": (x, BLOCKS_128X128_POW2),
@@ -74,13 +79,8 @@ def grouped_samples(shape: tuple[int, int], rng: Generator) -> Samples:
     g_col, x_col = (columnwise(torch.randn(m, c, generator=rng), offs) for c in (n, k))
     return {
         "quantize_grouped": (x, offs, BLOCKS_1X128),
-        "quantize_grouped in two formats": (
-            x,
-            offs,
-            formats.BLOCKS_1X128_POW2,
-            BLOCKS_128X128_POW2,
-        ),
-        "quantize_grouped_columnwise": (x, offs, formats.BLOCKS_1X128_POW2),
+        "quantize_grouped in two formats": (x, offs, BLOCKS_1X128_POW2, BLOCKS_128X128_POW2),
+        "quantize_grouped_columnwise": (x, offs, BLOCKS_1X128_POW2),
         "quantize_grouped_columnwise in squares": (x, offs, BLOCKS_128X128),
         "grouped_gemm": (operand(m, k, 1, rng), stack(3, n, k, rng), offs, bias, torch.float32),
         "grouped_gemm_wgrad": (g_col, x_col, offs, m, torch.float16),

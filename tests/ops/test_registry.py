@@ -104,5 +104,9 @@ def test_the_fast_path_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> N
     assert devices.lacks_gluon(CUDA) == (None if found else "this Triton has no Gluon")
 
 
-def test_meta_tensors_are_planned_for_an_h200() -> None:
-    assert devices.sms(torch.device("meta")) == 132
+@pytest.mark.parametrize("name", ["H100", "H200"])
+def test_cards_are_known_by_their_names(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = SimpleNamespace(name=f"NVIDIA {name} PCIe", multi_processor_count=114)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+    assert devices.card.__wrapped__(CUDA) == devices.Card(name, 114)
+    assert devices.sms(torch.device("meta")) == 132  # an H200's

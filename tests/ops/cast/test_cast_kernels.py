@@ -202,35 +202,6 @@ def test_more_than_2_to_the_31_elements(backend: str) -> None:
     assert_same_forms(Quantized(data[-144:], scale[-2:], format), want)
 
 
-@on_a_gpu
-@every_way
-def test_casts_run_on_the_current_stream(way: Way) -> None:
-    backend = GLUON if way in GLUON_WAYS else TRITON
-    x = values("normal", 256, 512, BF16, Generator().manual_seed(0))
-    late, on_device = torch.zeros_like(x, device=CUDA), x.to(CUDA)
-    way(backend, late, False)  # compiles
-    torch.cuda.synchronize()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(100_000_000)  # cycles: some 50 ms
-        late.copy_(on_device)
-        got = way(backend, late, False)
-    stream.synchronize()
-    assert_same_forms(got, way(reference, x, False))
-
-
-@pytest.mark.multi_gpu
-@every_way
-def test_casts_run_on_the_device_of_their_input(way: Way) -> None:
-    x = values("normal", 256, 512, BF16, Generator().manual_seed(0))
-    for backend in (TRITON, GLUON) if way in GLUON_WAYS else (TRITON,):
-        for device in ("cuda:0", "cuda:1", "cuda:0"):
-            got = way(backend, x.to(device), False)
-            assert torch.cuda.current_device() == 0
-            assert {x.device for form in got for x in form[:2]} == {torch.device(device)}
-            assert_same_forms(got, way(reference, x, False))
-
-
 SHAPES = [
     *((128, 128), (256, 640), (1920, 384), (16, 48), (304, 576), (112, 2000)),
     *((300, 580), (308, 576), (4, 4), (256, 1004), (129, 130), (300, 577), (7, 1100), (2049, 67)),

@@ -20,7 +20,6 @@ from blocktensor.ops.formats import (
 )
 from blocktensor.ops.op import OPS
 from blocktensor.ops.registry import first_choice
-from tests.support.casts import kernels
 from tests.support.pretended_gpu import CUDA, Pretend
 
 COMPOSED = ("quantize_transpose",)
@@ -29,31 +28,27 @@ COMPOSED = ("quantize_transpose",)
 CASTS = [name for name in vars(ops) if name in OPS and name not in COMPOSED]
 
 
+OF_GLUON = {
+    *("quantize_columnwise", "quantize_both", "quantize_with_transpose"),
+    *("quantize_grouped", "quantize_grouped_columnwise"),
+}
+"""Casts that Gluon has kernels of its own for, since they are faster."""
+
+
 def test_every_backend_has_its_functions() -> None:
     pytest.importorskip("triton")
     assert [b.name for b in CAST_BACKENDS] == ["gluon", "triton", "reference"]
-    for backend in CAST_BACKENDS:
-        assert backend.launches == (backend.name != "reference")
-        for name in CASTS:
-            function = backend.function(name)
-            if (backend.name, name) == ("triton", "quantize_with_transpose"):  # in two passes
-                assert function is None
-                continue
-            assert function is not None
+    for name in CASTS:
+        gluon, triton, plain = (backend.function(name) for backend in CAST_BACKENDS)
+        assert plain is getattr(reference, name)
+        assert (triton is None) == (name == "quantize_with_transpose")  # in two passes
+        for function in filter(None, (gluon, triton)):
             assert function.__name__ == name
-            assert (function is getattr(reference, name)) == (backend.name == "reference")
-
-
-def test_gluon_has_kernels_of_its_own_where_they_are_faster() -> None:
-    pytest.importorskip("triton")
-    gluon, triton = (
-        {name: inspect.unwrap(kernels(backend).backend.function(name) or print) for name in CASTS}
-        for backend in ("gluon", "triton")
-    )
-    own = {name for name in CASTS if gluon[name] != triton[name]}
-    columnwise = {"quantize_columnwise", "quantize_both"}
-    grouped = {"quantize_grouped", "quantize_grouped_columnwise"}
-    assert own == {"quantize_with_transpose"} | columnwise | grouped
+            assert function is not plain
+        assert (inspect.unwrap(gluon or print) != inspect.unwrap(triton or print)) == (
+            name in OF_GLUON
+        )
+    assert [backend.launches for backend in CAST_BACKENDS] == [True, True, False]
 
 
 class Fake:

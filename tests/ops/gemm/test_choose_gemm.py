@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Generator
 
 from blocktensor.ops import formats
 from blocktensor.ops.devices import H200
@@ -17,9 +16,7 @@ from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_1X128_POW2, BLOCKS_128X
 from blocktensor.ops.gemm import choose_backend
 from blocktensor.ops.gemm.choose_backend import GEMM_BACKENDS, choose_gemm, usable_gemm_backends
 from blocktensor.ops.gemm.hopper.tiles import choose_tile
-from blocktensor.ops.gemm.ops import gemm
 from blocktensor.ops.runtime.specialize import GEMM_VARIABLE
-from tests.support.numeric import operand
 from tests.support.pretended_gpu import CPU, CUDA, OFF, Pretend
 
 pytestmark = pytest.mark.usefixtures("pretend")
@@ -104,20 +101,11 @@ def test_the_choice(
     assert words(choice) == (name, reason)
 
 
-@pytest.mark.parametrize(
-    ("gpu", "names"),
-    [
-        (((8, 0),), ["reference"]),
-        (((10, 0),), ["triton", "reference"]),
-        (((9, 0), "12.8", True, False), ["triton", "reference"]),
-        (((9, 0), None, True, False), ["triton", "reference"]),
-        (PORTABLE, ["cublas", "triton", "reference"]),
-        (((9, 0), "13.0", False), ["cublas", "reference"]),
-    ],
-)
-def test_what_is_usable(pretend: Pretend, gpu: tuple[Any, ...], names: list[str]) -> None:
-    pretend(*gpu)
-    assert usable_gemm_backends(CUDA) == tuple(names)
+def test_what_is_usable(pretend: Pretend) -> None:
+    names = "cublas", "triton", "reference"
+    for gpu, usable in ((PORTABLE, names), (((10, 0),), names[1:]), (((8, 0),), names[2:])):
+        pretend(*gpu)
+        assert usable_gemm_backends(CUDA) == usable
     assert usable_gemm_backends(CPU) == ("reference",)
 
 
@@ -223,15 +211,3 @@ def test_a_backend_can_be_forced(
         choose_gemm(problem)
     end = "Unset BLOCKTENSOR_GEMM to let blocktensor choose."
     assert str(error.value) == f"BLOCKTENSOR_GEMM={name}: {said} {end}"
-
-
-def test_the_variable_is_read_at_every_call(
-    monkeypatch: pytest.MonkeyPatch, rng: Generator
-) -> None:
-    a, b = operand(3, 5, 1, rng), operand(4, 5, 128, rng)
-    want = gemm(a, b)
-    monkeypatch.setenv(GEMM_VARIABLE, "cublas")
-    with pytest.raises(ValueError, match="needs a CUDA device, got 'cpu'"):
-        gemm(a, b)
-    monkeypatch.setenv(GEMM_VARIABLE, "reference")
-    assert torch.equal(gemm(a, b), want)

@@ -120,15 +120,8 @@ def test_kernels_in_triton_s_interpreter() -> None:
     )
     root = Path(__file__).parents[3]
     added = {"TRITON_INTERPRET": "1", "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=root,
-        env={**os.environ, **added},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    command, env = [sys.executable, "-c", code], {**os.environ, **added}
+    done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) == 4 * 2 * 8
 

@@ -14,10 +14,7 @@ from torch import Generator, Tensor
 
 from blocktensor.ops import reference as casts
 from blocktensor.ops.cast.producer import halves
-from blocktensor.ops.formats import (
-    BLOCKS_1X128,
-    BLOCKS_128X128,
-)
+from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_128X128
 from blocktensor.ops.producers import ops, reference
 from blocktensor.ops.producers.choose_backend import PRODUCER_BACKENDS, ProducerProblem
 from blocktensor.ops.producers.reference import ACTIVATIONS
@@ -49,6 +46,7 @@ HALVES = torch.empty((128, 512), **META).chunk(2, 1)  # type: ignore[call-overlo
 ODD = torch.empty((128, 257), **META)[:, :256]  # type: ignore[call-overload]
 ACROSS = torch.empty((256, 128), **META).t()  # type: ignore[call-overload]
 WIDE = torch.empty((128, 256), device="meta")
+EIGHTS = "reads fp16 and fp32 in whole vectors of eight elements"
 
 
 @pytest.mark.parametrize(
@@ -62,16 +60,8 @@ WIDE = torch.empty((128, 256), device="meta")
         ("reference", (HALVES[0], ACROSS), None),
         ("triton", 3 * (WIDE,), "computes from three tensors in bf16 alone: others would spill"),
         ("gluon", 3 * (WIDE,), None),
-        (
-            "triton",
-            (torch.empty((128, 258), device="meta"),),
-            "reads fp16 and fp32 in whole vectors of eight elements",
-        ),
-        (
-            "triton",
-            (torch.empty((128, 264), device="meta")[:, :258],),
-            "reads fp16 and fp32 in whole vectors of eight elements",
-        ),
+        ("triton", (WIDE.new_empty(128, 258),), EIGHTS),
+        ("triton", (WIDE.new_empty(128, 264)[:, :258],), EIGHTS),
         ("triton", (WIDE,), None),
     ],
 )

@@ -116,7 +116,8 @@ def run(ptx: str, words: list[Any], dtype: torch.dtype) -> Any:
         else:  # of both halves
             assert op == {"bf16": "fma.rn.bf16x2", "fp16": "fma.rn.f16x2"}[NAMES[dtype]]
             pairs = zip(*(halves(operand(name), dtype) for name in names), strict=True)
-            registers[out] = word(*(a * b + c for a, b, c in pairs), dtype)
+            low, high = (a * b + c for a, b, c in pairs)
+            registers[out] = word(low, high, dtype)
     return registers["$0"]
 
 

@@ -89,7 +89,7 @@ class Planned:
 @pytest.fixture
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Planned]:
     """The reference in place of the kernels that the trials run; they begin anew."""
-    for module, name in KERNELS:
+    for module, name, *_ in (*CASTS, *PRODUCTS):
         monkeypatch.setattr(module, name, getattr(reference, name))
     planned = Planned()
     monkeypatch.setattr(hopper, "plan_gemm", planned)
@@ -98,13 +98,12 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Planned]:
     forget()
 
 
-KERNELS = (
-    (gluon_columnwise.casts, "quantize_both"),
-    (gluon_128x128, "quantize_with_transpose"),
-    (hopper, "gemm"),
-    (grouped_hopper, "grouped_gemm"),
-    (grouped_hopper, "grouped_gemm_wgrad"),
+PRODUCTS = (
+    (hopper, "gemm", gemms.gemms_fail),
+    (grouped_hopper, "grouped_gemm", grouped.grouped_gemms_fail),
+    (grouped_hopper, "grouped_gemm_wgrad", grouped.grouped_gemms_fail),
 )
+CASTS = (gluon_columnwise.casts, "quantize_both"), (gluon_128x128, "quantize_with_transpose")
 TRIALS: tuple[Any, ...] = (casts.casts_fail, gemms.gemms_fail, grouped.grouped_gemms_fail)
 
 
@@ -124,13 +123,6 @@ def test_the_trials_pass_with_the_reference(on_the_cpu: Planned) -> None:
 def scaled(name: str, factor: float) -> Callable[..., Any]:
     """A product of the reference that is wrong by a factor."""
     return lambda *args: getattr(reference, name)(*args) * factor
-
-
-PRODUCTS = (
-    (hopper, "gemm", gemms.gemms_fail),
-    (grouped_hopper, "grouped_gemm", grouped.grouped_gemms_fail),
-    (grouped_hopper, "grouped_gemm_wgrad", grouped.grouped_gemms_fail),
-)
 
 
 def with_a_wrong_byte(*args: Any) -> tuple[Quantized, Quantized]:
