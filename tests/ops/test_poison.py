@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_128X128
-from blocktensor.ops.scale_layouts import empty_scale
 from tests.support.numeric import DTYPES, E4M3
 
 
@@ -22,12 +20,3 @@ def test_fresh_memory_is_nan(dtype: torch.dtype, device: torch.device) -> None:
     ):
         assert fresh.device.type == device.type
         assert fresh.float().isnan().all()
-
-
-def test_padding_of_scales_is_nan(device: torch.device) -> None:
-    rowwise = empty_scale((5, 300), BLOCKS_1X128, device)
-    square = empty_scale((2, 300, 300), BLOCKS_128X128, device)
-    for scale, floats in ((rowwise, 3 * 8), (square, 2 * 3 * 4)):
-        whole = torch.empty(0, device=device).set_(scale.untyped_storage())
-        assert whole.numel() == floats
-        assert whole.isnan().all()

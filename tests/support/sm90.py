@@ -54,7 +54,7 @@ class Resources:
     @functools.cached_property
     def sass(self) -> str:
         """The instructions: disassembled only where a test reads them, which takes a second."""
-        return _tool("nvdisasm", "-c", self.cubin)
+        return _tool(self.cubin, "nvdisasm", "-c", "-ndf")  # targets of branches take a third more
 
     @property
     def spills_among_products(self) -> bool:
@@ -106,19 +106,19 @@ def compile_for_sm90(launch: Launch) -> Resources:
         kernel = triton.compile(
             _source(launch), target=GPUTarget("cuda", 90, 32), options=launch.options
         )
-    usage = _tool("cuobjdump", "-res-usage", kernel.asm["cubin"])
+    usage = _tool(kernel.asm["cubin"], "cuobjdump", "-res-usage")
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     assert found, f"cuobjdump printed no resources: {usage}"
     return Resources(int(found[1]), int(found[2]), kernel.metadata.shared, kernel.asm["cubin"])
 
 
 @functools.lru_cache(maxsize=64)  # other dtypes and shapes may give the same kernel
-def _tool(name: str, option: str, cubin: bytes) -> str:
+def _tool(cubin: bytes, name: str, *options: str) -> str:
     tool = Path(triton.__file__).parent / "backends/nvidia/bin" / name
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [tool, option, file.name]
+        command = [str(tool), *options, file.name]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 

@@ -55,10 +55,6 @@ def casts(x: Tensor, module: ModuleType = cast_ops) -> list[Quantized]:
     ]
 
 
-def wanted(x: Tensor) -> list[Quantized]:
-    return casts(x, reference)
-
-
 @pytest.fixture
 def plays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Counts replays, so that a test cannot pass by launching in the ordinary way."""
@@ -75,7 +71,7 @@ def plays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_memory_is_reused_by_other_shapes(plays: list[int]) -> None:
     dtypes = (torch.bfloat16, torch.float32)
     inputs = [draw(*each) for each in product(SHAPES, range(2), dtypes)]
-    expected = [wanted(x) for x in inputs]
+    expected = [casts(x, reference) for x in inputs]
     for turn in range(200):
         i = turn * 7 % len(inputs)
         assert_same_forms(casts(inputs[i]), expected[i])
@@ -85,7 +81,7 @@ def test_memory_is_reused_by_other_shapes(plays: list[int]) -> None:
 def test_streams(plays: list[int]) -> None:
     x = draw((256, 512))
     casts(x)
-    expected = wanted(x)
+    expected = casts(x, reference)
     streams = [torch.cuda.Stream() for _ in range(3)]
     torch.cuda.synchronize()
     late = []
@@ -103,7 +99,7 @@ def test_streams(plays: list[int]) -> None:
 
 def test_threads(plays: list[int]) -> None:
     inputs = [draw(shape, seed) for seed, shape in enumerate(SHAPES)]
-    expected = [wanted(x) for x in inputs]
+    expected = [casts(x, reference) for x in inputs]
 
     def work(first: int) -> None:
         with torch.cuda.stream(torch.cuda.Stream()):
@@ -129,7 +125,7 @@ def test_a_captured_graph_follows_its_inputs(plays: list[int]) -> None:
     for seed in (1, 2):
         x.copy_(draw((256, 512), seed))
         graph.replay()
-        assert_same_forms(results, wanted(x))
+        assert_same_forms(results, casts(x, reference))
 
 
 @pytest.mark.multi_gpu
@@ -138,7 +134,7 @@ def test_tensors_of_another_device_than_the_current(plays: list[int]) -> None:
         x = draw((256, 512), index).to(f"cuda:{index}")
         results = casts(x)
         assert {y.device for made in results for y in (made.data, made.scale)} == {x.device}
-        assert_same_forms(results, wanted(x))
+        assert_same_forms(results, casts(x, reference))
         assert torch.cuda.current_device() == 0
     assert plays[0] >= 3 * 6
 
@@ -178,7 +174,7 @@ def test_hooks_see_every_launch() -> None:
     finally:
         enter.remove(hook)
     assert len(seen) == 6
-    assert_same_forms(results, wanted(x))
+    assert_same_forms(results, casts(x, reference))
     casts(x)
     assert len(seen) == 6
 

@@ -28,7 +28,12 @@ class Counted:
         if factor == 0:
             raise ValueError("factor 0")
         self.decided.append((tuple(x.shape), factor))
-        return lambda x, factor: x * factor
+        return self._scaled
+
+    def _scaled(self, x: Tensor, factor: int) -> Tensor:
+        if factor < 0:
+            raise ValueError("negative")
+        return x * factor
 
 
 def test_each_kind_is_decided_once_until_it_is_forgotten() -> None:
@@ -46,26 +51,15 @@ def test_each_kind_is_decided_once_until_it_is_forgotten() -> None:
     assert len(op.decided) == 5
 
 
-def test_a_failed_decision_is_not_remembered() -> None:
+@pytest.mark.parametrize(("factor", "said", "decided"), [(0, "factor 0", 0), (-1, "negative", 1)])
+def test_only_an_error_of_the_decision_makes_a_new_one(
+    factor: int, said: str, decided: int
+) -> None:
     op = Counted()
     for _ in range(2):
-        with pytest.raises(ValueError, match="factor 0"):
-            op.table(torch.rand(2), 0)
-    assert (op.decided, len(op.table)) == ([], 0)
-
-
-def test_an_exception_of_the_decision_itself_is_no_new_decision() -> None:
-    decided: list[int] = []
-
-    def decide(x: int) -> Callable[[int], float]:
-        decided.append(x)
-        return lambda x: 1 / x
-
-    table = Specialized(decide)
-    for _ in range(2):
-        with pytest.raises(ZeroDivisionError):
-            table(0)
-    assert decided == [0]
+        with pytest.raises(ValueError, match=said):
+            op.table(torch.rand(2), factor)
+    assert len(op.decided) == len(op.table) == decided
 
 
 def test_the_oldest_kind_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 
 import pytest
 
@@ -12,18 +11,6 @@ from blocktensor.ops.gemm.hopper import tiles
 from blocktensor.ops.gemm.hopper.tiles import TILES, Speed, choose_tile, possible_splits, speeds
 
 SMS = H200.sms
-Know = Callable[[str, Speed], None]
-
-
-@pytest.fixture
-def know(monkeypatch: pytest.MonkeyPatch) -> Know:
-    """Change a measured speed."""
-
-    def change(name: str, speed: Speed) -> None:
-        known = {**speeds("H200"), name: speed}
-        monkeypatch.setattr(tiles, "speeds", lambda card: known)
-
-    return change
 
 
 @pytest.mark.parametrize("name", TILES)
@@ -91,10 +78,17 @@ def test_the_choice(shape: tuple[int, int, int], b_block: int, expected: str) ->
     ],
 )
 def test_cublas_is_preferred_where_it_is_clearly_faster(
-    size: int, blocks: int, factor: float, saved: float, faster: bool, know: Know
+    size: int,
+    blocks: int,
+    factor: float,
+    saved: float,
+    faster: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     us = factor * choose_tile(size, size, blocks, 1, H200)[2] - saved
-    know(tiles.CUBLAS[1], Speed(4096, 4096, 1, 0.0, 0.0, 0.0, 0.0, us))
+    other = Speed(4096, 4096, 1, 0.0, 0.0, 0.0, 0.0, us)
+    known = {**speeds("H200"), tiles.CUBLAS[1]: other}
+    monkeypatch.setattr(tiles, "speeds", lambda card: known)
     assert tiles.cublas_is_faster(size, size, blocks, 1, H200) is faster
 
 

@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 import triton
 
 from blocktensor.ops.runtime.triton_compat import launcher as launchers
-from tests.support.fake_driver import Descriptor, Kernel, axpy, draw, fake_driver, op
+from tests.support.fake_driver import Kernel, axpy, draw, fake_driver, op
 
 __all__ = ["fake_driver"]
 
@@ -126,10 +126,3 @@ def test_the_c_function_of_a_wrapped_launcher() -> None:
         assert per_signature.function(SimpleNamespace(launch=launch)) is len
     with pytest.raises(launchers.Unsupported, match="closes over"):
         per_signature.function(SimpleNamespace(launch=lambda: wrapper))
-
-
-def test_a_tensor_map_keeps_no_tensor() -> None:
-    base = draw(8)
-    descriptor = Descriptor(base)
-    assert launchers._without_base(descriptor).base is None
-    assert descriptor.base is base
