@@ -251,7 +251,7 @@ CASES = [(f"{cases.__name__} {i}", case) for cases in TABLE for i, case in enume
 @pytest.mark.parametrize("case", [case for _, case in CASES], ids=[label for label, _ in CASES])
 def test_registers(case: Case, launches: Launches) -> None:
     made = launches.compile(case.run, case.spills)
-    assert made == case.launches if case.launches is not None else made >= 1
+    assert made == (case.launches or max(made, 1))
 
 
 @pytest.mark.parametrize("is_cast", [False, True], ids=["amax", "cast"])

@@ -35,10 +35,14 @@ def test_forced_backends(pretend: Pretend, monkeypatch: pytest.MonkeyPatch) -> N
     )
 
 
-def test_the_reference_on_a_gpu_warns(pretend: Pretend) -> None:
-    pretend((9, 0), triton=False)
-    with pytest.warns(UserWarning, match=r"run in the slow pure-torch reference \(gluon, triton: "):
-        assert choose_grouped(PROBLEM).name == "reference"
+@pytest.mark.parametrize("other", [None, BlockFormat("64x64", (64, 64))])
+def test_the_reference_on_a_gpu_warns(pretend: Pretend, other: BlockFormat | None) -> None:
+    pretend((9, 0), triton=other is not None)
+    why = "no kernels for format 64x64" if other else "triton is not installed"
+    problem = replace(PROBLEM, b_format=other or BLOCKS_128X128)
+    said = rf"run in the slow pure-torch reference \(gluon, triton: {why}"
+    with pytest.warns(UserWarning, match=said):
+        assert choose_grouped(problem).name == "reference"
 
 
 @pytest.mark.parametrize(
@@ -55,9 +59,12 @@ def test_who_makes_weight_gradients(
 ) -> None:
     pretend((9, 0))
     large = replace(PROBLEM, tokens=8192, n=4096, k=7168, experts=2)
-    assert [choose_grouped(p).why for p in (PROBLEM, large)] == ["128x128 tiles", "128x256 tiles"]
+    problems = PROBLEM, large, replace(large, bias=torch.bfloat16)
+    sizes = [choose_grouped(problem).why.removesuffix(" tiles") for problem in problems]
+    assert sizes == ["128x128", "128x256", "128x128"]
     choice = choose_grouped(replace(PROBLEM, kind="wgrad", a_format=a, b_format=b))
     assert (choice.name, choice.others) == (name, others)
+    assert choose_grouped(replace(PROBLEM, k=0)).others == "gluon: nothing to contract"
 
 
 @pytest.mark.parametrize(("experts", "in_turn"), [(15, True), (16, False)])
