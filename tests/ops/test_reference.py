@@ -101,14 +101,11 @@ def test_a_stack_is_cast_matrix_by_matrix(
         assert_same_forms(Quantized(*got, format), reference.quantize_rowwise(matrix, format))
 
 
-OTHERS = (
+@in_formats(
     BlockFormat("1x32", (1, 32)),
     BlockFormat("64x64", (64, 64), "power_of_two"),
     BlockFormat("3x50", (3, 50)),
 )
-
-
-@in_formats(*OTHERS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_blocks_of_other_sizes(kind: str, format: BlockFormat, rng: Generator) -> None:
     """Formats that no kernel is written for; registered or not."""

@@ -65,13 +65,6 @@ class KernelArg:
 ARG_KERNEL = 7
 
 
-class TensorMap:
-    """What a kernel is given for a tensor descriptor."""
-
-    def __init__(self, address: int, shape: list[int], block: int) -> None:
-        self.address, self.shape, self.block = address, shape, block
-
-
 class Descriptor:
     """As much of Gluon's TensorDescriptor as the launcher looks at."""
 
@@ -166,7 +159,8 @@ def expand(value: Any, metadata: dict[str, int]) -> list[Any]:
 
 
 def make_tensordesc_arg(descriptor: Any, metadata: dict[str, int]) -> list[Any]:
-    tensor_map = TensorMap(descriptor.base.data_ptr(), descriptor.shape, metadata["block"])
+    assert metadata == {"block": 4}
+    tensor_map = SimpleNamespace(address=descriptor.base.data_ptr(), shape=descriptor.shape)
     return [tensor_map, *descriptor.shape, *descriptor.strides]
 
 

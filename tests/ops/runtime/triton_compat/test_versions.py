@@ -159,7 +159,7 @@ def test_a_name_that_is_gone_fails_the_trial(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.usefixtures("newer")
 def test_a_full_memory_is_no_failure() -> None:
-    full = [True]
+    full = [False, True]
 
     @tried
     def trial(device: torch.device) -> str | None:
@@ -169,7 +169,6 @@ def test_a_full_memory_is_no_failure() -> None:
 
     with pytest.raises(torch.cuda.OutOfMemoryError):
         trial(CPU)
-    full.append(False)
     assert trial(CPU) is None
 
 
