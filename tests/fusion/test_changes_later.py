@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -30,10 +31,10 @@ def plain_parameter(weight: Tensor, factor: int = 1) -> nn.Parameter:
     return nn.Parameter(plain(weight) * factor)
 
 
-def plain_linear(mlp: Any) -> None:
-    weight = plain_parameter(mlp.up_proj.weight, 2)
-    mlp.up_proj = nn.Linear(K, HIDDEN, bias=False, dtype=torch.bfloat16)
-    mlp.up_proj.weight = weight
+def plain_linear(old: nn.Linear) -> nn.Linear:
+    made = nn.Linear(K, HIDDEN, bias=False, dtype=torch.bfloat16)
+    made.weight = plain_parameter(old.weight, 2)
+    return made
 
 
 def no_weight(block: Any) -> None:
@@ -46,70 +47,58 @@ class Doubled(nn.Linear):
         return super().forward(x) * 2
 
 
-CHANGES: dict[str, dict[str, tuple[Callable[[Any], Any], int]]] = {
-    "mlp": {
-        "activation": (lambda mlp: setattr(mlp, "act_fn", nn.Tanh()), 1),
-        "its forward": (lambda mlp: setattr(mlp.act_fn, "forward", lambda x: x), 1),
-        "linear": (plain_linear, 1),
-        "weight": (
-            lambda mlp: setattr(mlp.up_proj, "weight", plain_parameter(mlp.up_proj.weight, 2)),
-            1,
-        ),
-        "forward": (
-            lambda mlp: setattr(mlp.up_proj, "forward", lambda x: 0 * mlp.gate_proj(x)),
-            1,
-        ),
-        "class": (lambda mlp: setattr(mlp.up_proj, "__class__", Doubled), 1),
+def put(path: str, make: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return a change: replace what is at ``path`` below a module by what is made of it."""
+    *owners, name = path.split(".")
+
+    def change(module: Any) -> None:
+        owner = functools.reduce(getattr, owners, module)
+        setattr(owner, name, make(getattr(owner, name, None)))
+
+    return change
+
+
+CHANGES: dict[tuple[str, int], dict[str, Callable[[Any], Any]]] = {
+    ("mlp", 1): {
+        "activation": put("act_fn", lambda _: nn.Tanh()),
+        "its forward": put("act_fn.forward", lambda _: lambda x: x),
+        "linear": put("up_proj", plain_linear),
+        "weight": put("up_proj.weight", lambda w: plain_parameter(w, 2)),
+        "forward": put("up_proj.forward", lambda forward: lambda x: 0 * forward(x)),
+        "class": put("up_proj.__class__", lambda _: Doubled),
     },
-    "norm": {
-        "epsilon": (lambda block: setattr(block.input_layernorm, "variance_epsilon", 1e-2), 5),
-        "no weight": (no_weight, 5),
-        "plain reader": (
-            lambda block: setattr(
-                block.self_attn.q_proj, "weight", plain_parameter(block.self_attn.q_proj.weight)
-            ),
-            6,
-        ),
-        "hook of a reader": (
-            lambda block: block.self_attn.q_proj.register_forward_pre_hook(
-                lambda m, args: (args[0] + 1,)
-            ),
-            6,
+    ("norm", 5): {
+        "epsilon": put("input_layernorm.variance_epsilon", lambda _: 1e-2),
+        "no weight": no_weight,
+    },
+    ("norm", 6): {
+        "plain reader": put("self_attn.q_proj.weight", plain_parameter),
+        "hook of a reader": lambda block: block.self_attn.q_proj.register_forward_pre_hook(
+            lambda m, args: (args[0] + 1,)
         ),
     },
-    "experts": {
-        "plain stack": (lambda experts: setattr(experts, "w3", plain_parameter(experts.w3)), 0),
-        "recipe of a stack": (
-            lambda experts: setattr(
-                experts, "w3", nn.Parameter(BlockwiseFP8Weight(plain(experts.w3), ROWS))
-            ),
-            0,
-        ),
-        "activation": (lambda experts: setattr(experts, "act_name", "gelu_tanh"), 0),
+    ("experts", 0): {
+        "plain stack": put("w3", plain_parameter),
+        "recipe of a stack": put("w3", lambda w: nn.Parameter(BlockwiseFP8Weight(plain(w), ROWS))),
+        "activation": put("act_name", lambda _: "gelu_tanh"),
     },
-    "routed": {
-        "implementation": (
-            lambda block: setattr(block.experts.config, "_experts_implementation", "eager"),
-            0,
-        ),
-        "parallel": (lambda block: setattr(block.experts, "_is_expert_parallel", True), 0),
-        "dtype of a stack": (
-            lambda block: setattr(
-                block.experts, "down_proj", nn.Parameter(block.experts.down_proj.detach().float())
-            ),
-            0,
-        ),
+    ("routed", 0): {
+        "implementation": put("experts.config._experts_implementation", lambda _: "eager"),
+        "parallel": put("experts._is_expert_parallel", lambda _: True),
+        "dtype of a stack": put("experts.down_proj", lambda w: nn.Parameter(w.detach().float())),
     },
 }
-"""By kind: changes, and how many modules then run fused."""
+"""By kind, and how many modules then run fused: changes of its part."""
 
 
-@pytest.mark.parametrize(("name", "change"), [(x, y) for x in CHANGES for y in CHANGES[x]])
-def test_what_changes_later(name: str, change: str) -> None:
-    kind, (apply, runs) = KINDS[name], CHANGES[name][change]
+@pytest.mark.parametrize(
+    ("name", "runs", "change"), [(*x, y) for x, changes in CHANGES.items() for y in changes]
+)
+def test_what_changes_later(name: str, runs: int, change: str) -> None:
+    kind = KINDS[name]
     model, twin = kind.fused()
     for each in (model, twin):
-        apply(each.get_submodule(PARTS[name]))
+        CHANGES[name, runs][change](each.get_submodule(PARTS[name]))
     assert kind.fused_runs(model) == runs
     if change != "plain stack":  # torch's own product writes no rows of no group
         assert_bits(kind.results(model), kind.results(twin))
@@ -133,14 +122,13 @@ def test_another_number_of_experts_raises_as_written() -> None:
     assert entry.reason == "its num_experts is not the length of its stacks"
 
 
-@pytest.mark.parametrize(
-    ("which", "kind"),
-    [
-        *(("gate_proj", "forward"), ("up_proj", "forward_pre")),
-        *(("down_proj", "full_backward"), ("act_fn", "full_backward_pre"), ("act_fn", "forward")),
-    ],
-)
-def test_hooks_on_inner_modules_that_come_later_run(kind: str, which: str) -> None:
+INNER = ("gate_proj forward", "up_proj forward_pre", "down_proj full_backward",
+         "act_fn full_backward_pre", "act_fn forward")  # fmt: skip
+
+
+@pytest.mark.parametrize("hook", INNER)
+def test_hooks_on_inner_modules_that_come_later_run(hook: str) -> None:
+    which, kind = hook.split()
     mlp = KINDS["mlp"]
     model, twin = mlp.fused()
     seen: list[str] = []
@@ -207,36 +195,30 @@ sizes, ends = groups_for(fused_experts.Sizes()), groups_for(Ends())
 tokens, weights = randn(5, 128), randn(5, 2, seed=1).abs()
 routing = torch.tensor([[0, 1], [3, 2], [1, 3], [0, 2], [1, 0]])
 
-CALLS: dict[str, tuple[Callable[[], Any], list[tuple[Callable[[Any], Tensor], int]]]] = {
+CALLS: dict[str, tuple[Callable[[], Any], list[tuple[int, Callable[[Any], Tensor]]]]] = {
     "mlp": (
         lambda: converted(Takes()),
-        [
-            *((lambda m: m(x), 1), (lambda m: m(x, 2.0), 0)),
-            *((lambda m: m(x=x), 0), (lambda m: m(x, scale=0.5), 0)),
-        ],
+        [(1, lambda m: m(x)), (0, lambda m: m(x, 2.0)), (0, lambda m: m(x=x)),
+         (0, lambda m: m(x, scale=0.5))],
     ),
     "sizes of groups": (
         lambda: fused_experts.converted(fused_experts.Sizes()),
-        [
-            *((lambda m: m(rows, sizes), 1), (lambda m: m(rows, groups=sizes), 0)),
-            (lambda m: m(rows.float(), sizes), 0),
-        ],
+        [(1, lambda m: m(rows, sizes)), (0, lambda m: m(rows, groups=sizes)),
+         (0, lambda m: m(rows.float(), sizes))],
     ),
     "ends of groups": (
         lambda: fused_experts.converted(Ends()),
-        [(lambda m: m(rows, ends), 1), (lambda m: m(rows, ends.long()), 0)],
+        [(1, lambda m: m(rows, ends)), (0, lambda m: m(rows, ends.long()))],
     ),
     "routed": (
         lambda: KINDS["routed"].make(torch.bfloat16).experts,
-        [
-            (lambda m: m(tokens, routing, weights), 1),
-            (lambda m: m(tokens, routing, top_k_weights=weights), 0),
-            (lambda m: m(tokens[:0], routing[:0], weights[:0]), 1),
-            (lambda m: m(tokens, routing, weights.float()), 1),
-        ],
+        [(1, lambda m: m(tokens, routing, weights)),
+         (0, lambda m: m(tokens, routing, top_k_weights=weights)),
+         (1, lambda m: m(tokens[:0], routing[:0], weights[:0])),
+         (1, lambda m: m(tokens, routing, weights.float()))],
     ),
-}
-"""Models, calls, and how many modules run fused."""
+}  # fmt: skip
+"""Models, how many modules run fused, and in which call."""
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -245,7 +227,7 @@ def test_other_arguments(name: str) -> None:
     model = make()
     twin = copy.deepcopy(model)
     assert fuse(model).left_alone == ()
-    for call, runs in calls:
+    for runs, call in calls:
         assert count_runs(call, model) == runs
         with torch.no_grad():
             assert torch.equal(call(model), call(twin))
