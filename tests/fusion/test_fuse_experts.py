@@ -22,6 +22,7 @@ from tests.support.expert_parallel import cut
 from tests.support.fused_experts import EXPERTS, ROWS, Ends, K, Sizes, converted, results
 from tests.support.fused_kinds import KINDS, count_runs, why_left_alone
 from tests.support.gated import WeightShapes, assert_bits
+from tests.support.mlps import H
 from tests.support.models import Trace, plain, randn
 from tests.support.moe_models import TOKENS, GroupedExperts, transformers_moe
 from tests.support.ranks import on_ranks
@@ -42,37 +43,26 @@ class AllRows(Sizes):
         return torch.cat([offs[:-1], offs.new_full((1,), ROWS)])
 
 
-HIDDEN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "clamped": lambda gate, up: F.silu(gate).clamp(max=7.0) * up,
-    "swapped": lambda gate, up: F.silu(up) * gate,
-    "rounded once less": lambda gate, up: (F.silu(gate.float()) * up.float()).to(up.dtype),
-    "a stopped gradient": lambda gate, up: F.silu(gate) * up.detach(),
-}
-"""h of gate and up, in other ways."""
-
-
 def planted(name: str) -> Sizes:
     class Planted(Sizes):
         def hidden(self, gate: Tensor, up: Tensor) -> Tensor:
-            return HIDDEN[name](gate, up)
+            return H[name](gate, up)
 
     return Planted()
 
 
-HIGH = Recipe(wgrad_input="high_precision")
-
-
 def test_planted_differences() -> None:
-    models = {name: converted(planted(name)) for name in HIDDEN}
+    of_h = "a clamp of gate", "operands swapped", "a product in fp32", "a gradient stopped at up"
+    models = {name: converted(planted(name)) for name in of_h}
     models |= {"a bias": converted(Biased()), "all rows": converted(AllRows())}
-    models["a recipe"] = converted(Sizes(), HIGH)
+    models["a recipe"] = converted(Sizes(), Recipe(wgrad_input="high_precision"))
     assert_expected_inline(
         "\n".join(f"{name}: {why_left_alone(model)}" for name, model in models.items()),
         """\
-clamped: differs in its output
-swapped: differs in its output
-rounded once less: differs in its output
-a stopped gradient: differs in the gradient of its input
+a clamp of gate: differs in its output
+operands swapped: differs in its output
+a product in fp32: differs in its output
+a gradient stopped at up: differs in the gradient of its input
 a bias: has more than stacks and an activation: bias
 all rows: differs in its output
 a recipe: weight gradients read high precision (wgrad_input='high_precision')""",
@@ -103,24 +93,20 @@ class Joint(Sizes):
     def __init__(self) -> None:
         nn.Module.__init__(self)
         whole, self.act_name = Sizes(), "silu"
-        both = torch.cat([plain(whole.w1), plain(whole.w3)], 1)
-        for name, stack in zip(self.NAMES, (both, whole.w2), strict=True):
-            self.register_parameter(name, nn.Parameter(stack))
+        self.gate_up_proj = nn.Parameter(torch.cat([plain(whole.w1), plain(whole.w3)], 1))
+        self.down_proj = whole.w2
 
     def forward(self, x: Tensor, groups: Tensor) -> Tensor:
         offs = self.offs(groups)
-        first, last = (self._parameters[name] for name in self.NAMES)
-        both = torch._grouped_mm(x, first.transpose(1, 2), offs)
+        both = torch._grouped_mm(x, self.gate_up_proj.transpose(1, 2), offs)
         h = self.hidden(*both.chunk(2, -1))
-        return torch._grouped_mm(h, last.transpose(1, 2), offs)
+        return torch._grouped_mm(h, self.down_proj.transpose(1, 2), offs)
 
 
 class Flagged(Joint):
     """Has two flags of transformers' classes, which route rows."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.has_gate, self.is_transposed = True, False
+    has_gate, is_transposed = True, False
 
 
 class Projections(Sizes):
@@ -149,35 +135,26 @@ def test_large_experts_are_verified_with_fewer_features() -> None:
 # Stacks that ranks have cut: the report says what runs
 
 
-class Local(Sizes):
-    """This rank's experts."""
+OF_CUT: dict[str, Callable[[DTensor], Any]] = {
+    "this rank's": lambda stack: stack.to_local(),
+    "all": lambda stack: stack.full_tensor(),
+    "something else": lambda stack: stack.to_local() * 2,
+}
+
+
+class OfCut(Sizes):
+    def __init__(self, how: str) -> None:
+        super().__init__(experts=4, hidden=256)
+        self.how = how
 
     def plain(self, stack: Any) -> Any:
-        return stack.to_local() if isinstance(stack, DTensor) else stack
+        return OF_CUT[self.how](stack) if isinstance(stack, DTensor) else stack
 
 
-class Whole(Sizes):
-    """The experts of all ranks."""
-
-    def plain(self, stack: Any) -> Any:
-        return stack.full_tensor() if isinstance(stack, DTensor) else stack
-
-
-class Doubled(Sizes):
-    """Something else, where they are cut."""
-
-    def plain(self, stack: Any) -> Any:
-        return stack.to_local() * 2 if isinstance(stack, DTensor) else stack
-
-
-def built(kind: type[Sizes]) -> Any:
-    return converted(kind(experts=4, hidden=256))
-
-
-def run(model: Sizes) -> tuple[list[Tensor], bool]:
+def run(model: OfCut) -> tuple[list[Tensor], bool]:
     """The output and all gradients; whether it ran as one function."""
     x = randn(90, K, seed=dist.get_rank(), grad=True)
-    sizes = (30, 0, 20, 40) if isinstance(model, Whole) else (40, 50)
+    sizes = (30, 0, 20, 40) if model.how == "all" else (40, 50)
     with Trace() as trace:
         y = model(x, torch.tensor(sizes, dtype=torch.int32))
     y.backward(randn(*y.shape, seed=9))
@@ -185,30 +162,30 @@ def run(model: Sizes) -> tuple[list[Tensor], bool]:
     return [y.detach(), x.grad, *grads], trace.count("blocktensor.gated ") == 1
 
 
-@pytest.mark.parametrize("kind", [Local, Whole, Doubled], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("how", OF_CUT)
 @on_ranks(2, gpus=())
-def test_stacks_that_are_cut(world: int, device: str, kind: type[Sizes]) -> None:
-    mesh = mesh_of(world, device)
-    model, twin = (cut(built(kind), mesh) for _ in range(2))
+def test_stacks_that_are_cut(world: int, device: str, how: str) -> None:
+    mesh, fuses = mesh_of(world, device), how == "this rank's"
+    model, twin, later = (converted(OfCut(how)) for _ in range(3))
+    cut(model, mesh), cut(twin, mesh)
     report = fuse(model)
-    assert len(report.fused) == (kind is Local)
+    assert len(report.fused) == fuses
     for entry in report.left_alone:
         assert entry.reason.startswith("with stacks that are DTensors it ")
     (made, runs_fused), (wanted, _) = run(model), run(twin)
-    assert runs_fused == (kind is Local)
+    assert runs_fused == fuses
     assert_bits(made, wanted)
-    if kind is not Whole:  # as well after the fusion
-        later = built(kind)
+    if how != "all":  # as well after the fusion
         assert fuse(later).left_alone == ()
         made, runs_fused = run(cut(later, mesh))
-        assert runs_fused == (kind is Local)
+        assert runs_fused == fuses
         assert_bits(made, wanted)
 
 
 @on_ranks(2, gpus=())
 def test_stacks_that_fsdp_alone_has_cut(world: int, device: str) -> None:
     """It gathers them: a forward that takes no local parts of DTensors gets none."""
-    model, twin = built(Sizes), built(Sizes)
+    model, twin = (converted(Sizes(experts=4, hidden=256)) for _ in range(2))
     for each in (model, twin):
         fully_shard(each, mesh=mesh_of(world, device))
     assert fuse(model).left_alone == ()

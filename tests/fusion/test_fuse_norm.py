@@ -15,20 +15,11 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from blocktensor import convert, fuse, share_inputs, unfuse
 from blocktensor.distributed import ColwiseParallel
-from tests.support.fused_kinds import why_left_alone
+from tests.support.fused_kinds import count_runs, why_left_alone
 from tests.support.gated import assert_bits
 from tests.support.mlps import K, X, converted, results
 from tests.support.models import POWER_OF_TWO, randn
-from tests.support.norms import (
-    NAMES,
-    Block,
-    Norm,
-    OfTorch,
-    blocks,
-    fused_blocks,
-    fused_norms,
-    runs_fused,
-)
+from tests.support.norms import NAMES, Block, Norm, OfTorch, blocks, fused_blocks, fused_norms
 from tests.support.ranks import on_ranks, shared_mesh
 from tests.support.siblings import watched_casts
 
@@ -127,7 +118,8 @@ def test_bits(norm: Any, dtype: torch.dtype, device: torch.device) -> None:
         assert_bits(results(model, x), results(twin, x))
     # in fp32 gradients of x from elsewhere are added between those of the norm's two reads
     as_written = dtype == torch.float32
-    assert runs_fused(model, x.to(dtype)) == (0 if as_written else len(fused_norms(model)))
+    norms = 0 if as_written else len(fused_norms(model))
+    assert count_runs(model, x.to(dtype)) == norms + 2  # MLPs
     made = model.layers[0].input_layernorm(x.to(dtype))
     assert type(made) is torch.Tensor  # which anything may read
 
@@ -177,7 +169,7 @@ layers.1.input_layernorm: norm for q_proj, k_proj, v_proj of self_attn
 layers.1.post_attention_layernorm: norm for gate_proj, up_proj of mlp""",
     )
     assert "layers.*.post_attention_layernorm (2)" in str(report)
-    assert runs_fused(model) == 4
+    assert count_runs(model, X.bfloat16()) == 6
     assert fuse(converted(Block())).left_alone == ()  # of a module without a parent
 
 
@@ -201,4 +193,4 @@ def test_tensor_parallel_readers(world: int, device: str) -> None:
                 parallelize_module(layer.self_attn, mesh, {name: style})
     x = X.to(device)
     assert_bits(results(model, x), results(twin, x))
-    assert runs_fused(model, x.bfloat16()) == 4
+    assert count_runs(model, x.bfloat16()) == 6

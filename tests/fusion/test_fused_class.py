@@ -110,15 +110,15 @@ def test_compiled(kind: Kind) -> None:
     assert graphs() == 1
     assert seen == [kind.runs - kind.in_bf16]
     with torch.no_grad():
-        assert torch.equal(compiled(*kind.args(model)), twin(*kind.args(twin)))
-    unfuse(model)
-    assert_bits(kind.results(model, compiled), kind.results(twin))
+        for _ in range(2):
+            assert torch.equal(compiled(*kind.args(model)), twin(*kind.args(twin)))
+            unfuse(model)
 
 
 def trained(kind: Kind, model: nn.Module) -> Tensor:
-    """The output of the third step."""
+    """The output of the second step."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(3):
+    for _ in range(2):
         optimizer.zero_grad()
         y = model(*kind.args(model))
         y.square().mean().backward()
@@ -208,8 +208,9 @@ def test_code_of_a_class_that_is_replaced_later_runs(
     model, twin = kind.fused()
     early, pickled = copy.deepcopy(model), pickle.dumps(model)
     own: Any = of or type(twin.get_submodule(kind.module))
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    compiles = name in ("mlp", "experts")  # the others are shown as written
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    # other kinds are shown as written, and Dynamo calls modules in its own way
+    compiles = name in ("mlp", "experts") and method == "forward"
     with monkeypatch.context() as patched:
         patched.setattr(own, method, scaled(getattr(own, method)))
         late, loaded = copy.deepcopy(model), pickle.loads(pickled)
@@ -217,7 +218,7 @@ def test_code_of_a_class_that_is_replaced_later_runs(
         for each in (model, early, late, loaded, again):
             assert_bits(kind.results(each), kind.results(twin))
             assert kind.fused_runs(each) == (kind.runs - kind.alike if of is None else 0)
-        if compiles and method == "forward":  # Dynamo calls modules in its own way
+        if compiles:
             assert torch.equal(compiled(*kind.args(model)), twin(*kind.args(twin)))
     for each in (model, early, late):
         assert_bits(kind.results(each), kind.results(twin))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import pickle
 from collections.abc import Callable, Iterator
@@ -49,12 +50,9 @@ class Kind(NamedTuple):
         report = fuse(model, **options)
         assert (len(report.fused), len(report.left_alone)) == (self.runs, self.others)
 
-    def fused(self, dtype: torch.dtype = torch.bfloat16, **options: Any) -> tuple[Any, Any]:
-        """A fused model, and its twin that is not."""
-        model = self.make(dtype)
-        twin = copy.deepcopy(model)
-        self.fuse(model, **options)
-        return model, twin
+    def fused(self, dtype: torch.dtype = torch.bfloat16, recompute: bool = False) -> Any:
+        """A fused model, and its twin that is not: copies of what is made once."""
+        return copy.deepcopy(_fused(self, dtype, recompute))
 
     def args(self, model: nn.Module, grad: bool = True) -> tuple[Tensor, ...]:
         """The arguments of a forward of the model."""
@@ -76,6 +74,14 @@ class Kind(NamedTuple):
     def fused_runs(self, model: nn.Module) -> int:
         """How many modules run fused in a forward."""
         return count_runs(model, *self.args(model, grad=False))
+
+
+@functools.cache
+def _fused(kind: Kind, dtype: torch.dtype, recompute: bool) -> tuple[nn.Module, nn.Module]:
+    model = kind.make(dtype)
+    twin = copy.deepcopy(model)
+    kind.fuse(model, recompute=recompute)
+    return model, twin
 
 
 def _saved(model: nn.Module) -> Any:

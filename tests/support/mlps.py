@@ -35,18 +35,6 @@ class MLP(nn.Module):
         return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
 
 
-class Torchtitan(nn.Module):
-    """SwiGLU as torchtitan and Llama's own code write it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w1, self.w3 = nn.Linear(K, HIDDEN, bias=False), nn.Linear(K, HIDDEN, bias=False)
-        self.w2 = nn.Linear(HIDDEN, K, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.w2(F.silu(self.w1(x)) * self.w3(x))
-
-
 class Model(nn.Module):
     """Blocks of a norm and an MLP each."""
 
@@ -73,55 +61,54 @@ def converted(
     return model
 
 
+def h_of(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up
+
+
+H: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "GELU for SiLU": lambda gate, up: F.gelu(gate) * up,
+    "another beta": lambda gate, up: gate * torch.sigmoid(1.01 * gate) * up,
+    "a clamp of gate": lambda gate, up: h_of(gate.clamp(max=7.0), up),
+    "a clamp far away": lambda gate, up: h_of(gate, up.clamp(-1e6, 1e6)),
+    "an epsilon": lambda gate, up: h_of(gate, up + 1e-6),
+    "dropout of few": lambda gate, up: F.dropout(h_of(gate, up), 1e-3),
+    "operands swapped": lambda gate, up: h_of(up, gate),
+    "a product in fp32": lambda gate, up: h_of(gate.float(), up.float()).to(up.dtype),
+    "a detour through fp16": lambda gate, up: h_of(gate, up).half().to(up.dtype),
+    "a gradient stopped at up": lambda gate, up: h_of(gate, up.detach()),
+    "a gradient stopped at gate": lambda gate, up: h_of(gate.detach(), up),
+}
+"""What differs from h of gate and up."""
+
+
 def _h(m: Any, x: Tensor) -> Tensor:
-    return F.silu(m.gate_proj(x)) * m.up_proj(x)
+    return h_of(m.gate_proj(x), m.up_proj(x))
 
 
-# Forwards that differ from down_proj(silu(gate_proj(x)) * up_proj(x)).
-PLANTED: dict[str, Callable[[Any, Tensor], Any]] = {
-    "GELU for SiLU": lambda m, x: m.down_proj(F.gelu(m.gate_proj(x)) * m.up_proj(x)),
-    "another beta": lambda m, x: m.down_proj(
-        m.gate_proj(x) * torch.sigmoid(1.01 * m.gate_proj(x)) * m.up_proj(x)
-    ),
-    "a clamp of gate": lambda m, x: m.down_proj(
-        F.silu(m.gate_proj(x).clamp(max=7.0)) * m.up_proj(x)
-    ),
-    "a clamp far away": lambda m, x: m.down_proj(
-        F.silu(m.gate_proj(x)) * m.up_proj(x).clamp(-1e6, 1e6)
-    ),
-    "an epsilon": lambda m, x: m.down_proj(F.silu(m.gate_proj(x)) * (m.up_proj(x) + 1e-6)),
-    "a scaled input": lambda m, x: m.down_proj(F.silu(m.gate_proj(x)) * m.up_proj(2 * x)),
+FORWARDS: dict[str, Callable[[Any, Tensor], Any]] = {
+    "a scaled input": lambda m, x: m.down_proj(h_of(m.gate_proj(x), m.up_proj(2 * x))),
     "a residual": lambda m, x: x + m.down_proj(_h(m, x)),
     "a bias left out": lambda m, x: F.linear(_h(m, x), m.down_proj.weight),
-    "dropout of few": lambda m, x: m.down_proj(F.dropout(_h(m, x), 1e-3, m.training)),
-    "operands swapped": lambda m, x: m.down_proj(m.gate_proj(x) * F.silu(m.up_proj(x))),
-    "a product in fp32": lambda m, x: m.down_proj(
-        (F.silu(m.gate_proj(x).float()) * m.up_proj(x).float()).to(x.dtype)
-    ),
-    "a detour through fp16": lambda m, x: m.down_proj(_h(m, x).half().to(x.dtype)),
-    "a gradient stopped at up": lambda m, x: m.down_proj(
-        F.silu(m.gate_proj(x)) * m.up_proj(x).detach()
-    ),
-    "a gradient stopped at gate": lambda m, x: m.down_proj(
-        F.silu(m.gate_proj(x).detach()) * m.up_proj(x)
-    ),
     "a gradient stopped at x": lambda m, x: m.down_proj(
-        F.silu(m.gate_proj(x.detach())) * m.up_proj(x)
+        h_of(m.gate_proj(x.detach()), m.up_proj(x))
     ),
     "slices": lambda m, x: sum(
-        F.linear(part, w)
-        for part, w in zip(_h(m, x).split(128, -1), m.down_proj.weight.split(128, 1), strict=True)
+        map(F.linear, _h(m, x).split(128, -1), m.down_proj.weight.split(128, 1))
     ),
     "two inputs": lambda m, x: m.down_proj(_h(m, x)) * m.missing,
 }
+"""Forwards that differ from an MLP's."""
+PLANTED = [*H, *FORWARDS]
 
 
 def planted(name: str) -> nn.Module:
-    """An MLP of this forward."""
+    """An MLP of this difference."""
 
     class Planted(MLP):
         def forward(self, x: Tensor) -> Any:
-            return PLANTED[name](self, x)
+            if name in FORWARDS:
+                return FORWARDS[name](self, x)
+            return self.down_proj(H[name](self.gate_proj(x), self.up_proj(x)))
 
     return Planted(bias=name == "a bias left out")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from blocktensor import Recipe, fuse
 from blocktensor.fusion import norm
 from blocktensor.fusion.fused_class import fused_modules
-from tests.support.mlps import MLP, K, X, converted
+from tests.support.mlps import MLP, K, converted
 from tests.support.models import FP32_SCALES
 
 
@@ -117,15 +116,3 @@ def fused_blocks(
     assert [x.name for x in report.left_alone] == [name for name in NAMES if name not in fused]
     assert fused_norms(model) == fused
     return model, twin
-
-
-def runs_fused(
-    model: nn.Module, x: Tensor | None = None, run: Callable[[Tensor], Any] | None = None
-) -> int:
-    """How many norms of a model did run fused."""
-    with (
-        mock.patch.object(norm, "normed", wraps=norm.normed) as runs,
-        torch.no_grad(),
-    ):
-        (run or model)(X.to(next(model.parameters()).dtype) if x is None else x)
-    return runs.call_count
