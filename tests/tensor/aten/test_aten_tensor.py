@@ -185,15 +185,11 @@ def test_copies_between_a_transpose_and_a_cast_of_its_own() -> None:
 
 
 def test_copy_of_another_kind_is_refused() -> None:
-    target = quantized(200, 300)
+    target, other = quantized(200, 300), quantized(200, 300, recipe=POWER_OF_TWO)
     before = target.dequantize()
-    for source in (
-        quantized(200, 301),
-        quantized(200, 300, block=SQUARE),
-        quantized(200, 300, recipe=POWER_OF_TWO),
-    ):
-        text = complaint(ValueError, lambda source=source: target.copy_(source))
-        assert "one shape, block_shape and scale rounding" in text.replace("\n", " ")
+    for source in (quantized(200, 301), quantized(200, 300, block=SQUARE), other):
+        with pytest.raises(ValueError, match="one shape, block_shape and scale rounding"):
+            target.copy_(source)
         assert torch.equal(target.dequantize(), before)
 
 
@@ -231,19 +227,6 @@ def test_a_plain_tensor_takes_the_values_of_a_weight(
         assert torch.equal(target, x.dequantize(torch.bfloat16 if dtype.itemsize == 8 else dtype))
         with pytest.raises(RuntimeError, match="size"):
             torch.empty(7, 7).copy_(x)
-
-
-@pytest.mark.parametrize("way", ["rows", "columns", "index_select", "gather"])
-def test_picked_values_are_refused(way: str) -> None:
-    x, ids = quantize(randn(4, 128)), torch.tensor([1, 0])
-    picks: dict[str, Callable[[], Tensor]] = {
-        "rows": lambda: x[ids],
-        "columns": lambda: x[:, ids],
-        "index_select": lambda: x.index_select(0, ids),
-        "gather": lambda: x.gather(0, ids[:, None]),
-    }
-    text = complaint(NotImplementedError, picks[way])
-    assert "call .dequantize() first" in text.replace("\n", " ")
 
 
 def test_a_copy_knows_when_the_source_of_its_source_changed() -> None:
