@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from blocktensor import Recipe, convert
 from tests.support.gated import EAGER
 from tests.support.models import randn
+from tests.support.steps import step
 
 EXPERTS, ROWS, K, HIDDEN = 5, 270, 192, 320
 COUNTS = (1, 0, 127, 100, 13)
@@ -77,10 +78,6 @@ def groups_for(model: nn.Module) -> Tensor:
 
 def results(model: nn.Module) -> list[Tensor | None]:
     """The output and the gradients of x and of all parameters, from scratch."""
-    for p in model.parameters():
-        p.grad = None
     x = randn(ROWS, K, seed=5)
     x[sum(COUNTS) :] = float("nan")  # of no group
-    y = model(x.requires_grad_(), groups_for(model))
-    y.backward(randn(*y.shape, seed=6, dtype=y.dtype))
-    return [y.detach(), x.grad, *(p.grad for p in model.parameters())]
+    return step(model, x, groups_for(model))

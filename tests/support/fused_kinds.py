@@ -22,6 +22,7 @@ from blocktensor.fusion.norm import Norm
 from tests.support import fused_experts, mlps, norms
 from tests.support.models import plain, randn
 from tests.support.moe_models import transformers_moe
+from tests.support.steps import step
 
 
 class Kind(NamedTuple):
@@ -64,12 +65,7 @@ class Kind(NamedTuple):
 
     def results(self, model: nn.Module, run: Any = None) -> list[Tensor | None]:
         """The output, and the gradients of x and of all parameters, from scratch."""
-        for p in model.parameters():
-            p.grad = None
-        args = self.args(model)
-        y = (model if run is None else run)(*args)
-        y.backward(randn(*y.shape, seed=7, dtype=y.dtype, device=y.device))
-        return [y.detach(), args[0].grad, *(p.grad for p in model.parameters())]
+        return step(model if run is None else run, *self.args(model), of=[model])
 
     def fused_runs(self, model: nn.Module) -> int:
         """How many modules run fused in a forward."""

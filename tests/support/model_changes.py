@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -69,32 +69,18 @@ class OtherLinear(nn.Linear):
     """Computes what a linear computes."""
 
 
-class TwiceLinear(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return 2 * super().forward(x)
+class Twice:
+    """Derived from before a module's class: returns twice what that returns."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return 2 * super().forward(*args, **kwargs)  # type: ignore[misc]
 
 
-class TwiceMLP(MLP):
-    def forward(self, x: Tensor) -> Tensor:
-        return 2 * super().forward(x)
-
-
-class TwiceNorm(Norm):
-    def forward(self, x: Tensor) -> Tensor:
-        return 2 * super().forward(x)
-
-
-class TwiceAttention(Attention):
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        return 2 * super().forward(hidden_states)
-
-
-class TwiceExperts(GroupedExperts):
-    def forward(self, x: Tensor, sizes: Tensor) -> Tensor:
-        return 2 * super().forward(x, sizes)
-
-
-_TWICE: Any = TwiceLinear, TwiceMLP, TwiceNorm, TwiceAttention, TwiceExperts
+_DERIVED = nn.Linear, MLP, Norm, Attention, GroupedExperts
+_TWICE: Any = [
+    type(f"Twice{kind.__name__}", (Twice, kind), {"__module__": __name__}) for kind in _DERIVED
+]
+TwiceLinear, TwiceMLP, TwiceNorm, TwiceAttention, TwiceGroupedExperts = _TWICE  # for pickles
 
 CLASS_FORWARDS: dict[type[nn.Module], Callable[..., Any]] = {
     nn.Linear: lambda self, x: 2 * F.linear(x, self.weight, self.bias),
@@ -110,7 +96,7 @@ def twice(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 def _wrap_forward(model: Model, name: str) -> None:
     module = model.get_submodule(name)
-    module.forward = functools.partial(twice, module.forward)
+    module.forward = partial(twice, module.forward)
 
 
 def _unwrap_forward(model: Model, name: str) -> None:
@@ -120,15 +106,15 @@ def _unwrap_forward(model: Model, name: str) -> None:
 def _derive_class(model: Model, name: str) -> None:
     """Set a derived class; a fused module then no longer has the class that ``fuse`` gave it."""
     module = model.get_submodule(name)
-    for kind in _TWICE:
-        if isinstance(module, kind.__base__) and not isinstance(module, (*_TWICE, OtherLinear)):
-            module.__class__ = kind
+    for kind, twice in zip(_DERIVED, _TWICE, strict=True):
+        if isinstance(module, kind) and not isinstance(module, (Twice, OtherLinear)):
+            module.__class__ = twice
 
 
 def _restore_class(model: Model, name: str) -> None:
     module = model.get_submodule(name)
     if type(module) in _TWICE:
-        module.__class__ = type(module).__base__
+        module.__class__ = type(module).__bases__[1]
 
 
 def _replace(kind: type[nn.Linear], model: Model, name: str) -> None:
@@ -151,40 +137,24 @@ def _set_attribute(epsilon: float, act: type[nn.Module], model: Model, name: str
         module.act_fn = act()
 
 
-def _forward_hook(module: nn.Module, args: Any, y: Any) -> Any:
-    return scaled(y, 1.5)
+def _scale(by: float, at: int | slice, *given: Any) -> Any:
+    return scaled(given[at], by)
 
 
-def _forward_prehook(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    return scaled(args, 0.75), scaled(kwargs, 0.75)
-
-
-def _backward_hook(module: nn.Module, given: Any, got: Any) -> Any:
-    return scaled(given, 3)
-
-
-def _tensor_hook(grad: Tensor) -> Tensor:
-    return grad * 5
-
-
-def _accumulated_hook(parameter: Any) -> None:
+def _scale_grad(parameter: Any) -> None:
     parameter.grad = parameter.grad * 7
 
 
-def _hook(how: str, model: Model, name: str) -> Any:
-    module = model.get_submodule(name)
-    if how == "forward":
-        return module.register_forward_hook(_forward_hook)
-    if how == "prehook":
-        return module.register_forward_pre_hook(_forward_prehook, with_kwargs=True)
-    if how == "backward":
-        return module.register_full_backward_hook(_backward_hook)
-    for p in module.parameters():
-        if p.requires_grad and how == "tensor":
-            return p.register_hook(_tensor_hook)
-        if p.requires_grad:
-            return p.register_post_accumulate_grad_hook(_accumulated_hook)
-    return None
+def _register(register: str, hook: Any, **options: Any) -> Callable[[Model, str], Any]:
+    """Return a change: a hook of a module, or of the first of its parameters that is trained."""
+
+    def change(model: Model, name: str) -> Any:
+        module = model.get_submodule(name)
+        trained = (p for p in module.parameters() if p.requires_grad)
+        owner = module if hasattr(module, register) else next(trained, None)
+        return owner is not None and getattr(owner, register)(hook, **options)
+
+    return change
 
 
 _ANY, _LINEAR = (nn.Module,), (nn.Linear,)
@@ -195,16 +165,18 @@ CHANGES: dict[str, tuple[tuple[type[nn.Module], ...], Callable[[Model, str], Any
     "unwrap forward": (_PATCHED, _unwrap_forward),
     "derive class": (_PATCHED, _derive_class),
     "restore class": (_PATCHED, _restore_class),
-    "replace": (_LINEAR, functools.partial(_replace, OtherLinear)),
-    "replace by twice": (_LINEAR, functools.partial(_replace, TwiceLinear)),
+    "replace": (_LINEAR, partial(_replace, OtherLinear)),
+    "replace by twice": (_LINEAR, partial(_replace, TwiceLinear)),
     "adapt": (_LINEAR, _adapt),
-    "other attributes": (_ANY, functools.partial(_set_attribute, 0.5, nn.GELU)),
-    "attributes": (_ANY, functools.partial(_set_attribute, 1e-5, nn.SiLU)),
+    "other attributes": (_ANY, partial(_set_attribute, 0.5, nn.GELU)),
+    "attributes": (_ANY, partial(_set_attribute, 1e-5, nn.SiLU)),
     "train": (_ANY, lambda model, name: model.get_submodule(name).train()),
     "eval": (_ANY, lambda model, name: model.get_submodule(name).eval()),
-    **{
-        f"{how} hook": (_ANY, functools.partial(_hook, how))
-        for how in ("forward", "prehook", "backward", "tensor", "accumulated")
-    },
-}
+    "forward hook": (_ANY, _register("register_forward_hook", partial(_scale, 1.5, -1))),
+    "prehook": (_ANY, _register("register_forward_pre_hook",
+                                partial(_scale, 0.75, slice(1, None)), with_kwargs=True)),
+    "backward hook": (_ANY, _register("register_full_backward_hook", partial(_scale, 3, 1))),
+    "tensor hook": (_ANY, _register("register_hook", partial(_scale, 5, -1))),
+    "accumulated hook": (_ANY, _register("register_post_accumulate_grad_hook", _scale_grad)),
+}  # fmt: skip
 """By name: the classes of modules that a change applies to, and the change (hooks: a handle)."""

@@ -119,15 +119,6 @@ or forward again after""",
     assert module.weight.grad is not None
 
 
-def test_attributes_that_others_hung_on_a_weight_stay() -> None:
-    made = nn.Sequential(nn.Linear(DIM, DIM))
-    made[0].weight.tag = "mine"
-    for change in (lambda m: convert(m, skip_small=False), freeze, unfreeze):
-        change(made)
-        assert made[0].weight.tag == "mine"
-    assert not hasattr(made[0].weight, "rowwise_data")
-
-
 CHANGED: dict[str, Callable[[nn.Module], Any]] = {
     "float": lambda m: m.float(),
     "cpu": lambda m: m.cpu(),
@@ -258,22 +249,29 @@ def test_a_move_under_inference_mode() -> None:
         assert weight.dtype == torch.float16
 
 
-@pytest.mark.parametrize("move", MOVES)
-def test_what_hangs_on_a_weight_stays_as_in_plain_pytorch(move: str) -> None:
-    module = linear(DIM, DIM, dtype=torch.float32)
-    seen: list[str] = []
-    weight = module.weight
+HANGS = {
+    **MOVES,
+    "convert": lambda m: convert(m, POWER_OF_TWO, skip_small=False),
+    "freeze and unfreeze": lambda m: (freeze(m), unfreeze(m)),
+}
+
+
+@pytest.mark.parametrize("change", HANGS)
+def test_what_hangs_on_a_weight_stays_as_in_plain_pytorch(change: str) -> None:
+    module, seen = nn.Linear(DIM, DIM), list[str]()
+    weight: Any = module.weight
+    weight.tag = "mine"
+    convert(module, skip_small=False)
     weight.register_hook(lambda g: seen.append("grad"))
     weight.register_post_accumulate_grad_hook(lambda p: seen.append("accumulated"))
-    weight.tag = "mine"
-    MOVES[move](module)
+    HANGS[change](module)
     assert module.weight is weight
     assert isinstance(weight, BlockwiseFP8Weight)
-    assert weight.tag == "mine"
-    x = randn(3, DIM, dtype=weight.dtype)
-    module(x).sum().backward()
+    assert not hasattr(weight, "rowwise_data")
+    module(randn(3, DIM, dtype=weight.dtype)).sum().backward()
     assert weight.grad is not None
     assert seen == ["grad", "accumulated"]
+    assert weight.tag == "mine"
 
 
 def test_pickles_keep_attributes() -> None:
