@@ -90,6 +90,7 @@ class Torchtitan(MLP):
     def __init__(self) -> None:
         super().__init__()
         del self.act_fn
+        self.register_buffer("limit", None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.w2(F.silu(self.w1(x)) * self.w3(x))

@@ -19,7 +19,7 @@ from tests.support.fused_kinds import count_runs, why_left_alone
 from tests.support.gated import assert_bits
 from tests.support.mlps import K, X, converted, results
 from tests.support.models import POWER_OF_TWO, randn
-from tests.support.norms import NAMES, Block, Norm, OfTorch, blocks, fused_blocks, fused_norms
+from tests.support.norms import Block, Norm, OfTorch, blocks, fused_blocks, fused_norms
 from tests.support.ranks import on_ranks, shared_mesh
 from tests.support.siblings import watched_casts
 
@@ -39,29 +39,20 @@ class Biased(Norm):
 
 
 def over_rms(x: Tensor, eps: float, change: Any = lambda mean: mean) -> Tensor:
-    x = x.float()
     return x * torch.rsqrt(change(x.pow(2).mean(-1, keepdim=True)) + eps)
 
 
+SCALED: dict[str, Callable[[Tensor, float], Tensor]] = {
+    "another epsilon": lambda x, eps: over_rms(x.float(), 1e-6),
+    "an epsilon outside": lambda x, eps: x / (x.float().pow(2).mean(-1, keepdim=True).sqrt() + eps),
+    "centred": lambda x, eps: over_rms(x.float() - x.float().mean(-1, keepdim=True), eps),
+    "in half": over_rms,
+    "clamped": lambda x, eps: over_rms(x.clamp(-100.0, 100.0).float(), eps),
+    "a stopped gradient": lambda x, eps: over_rms(x.float(), eps, Tensor.detach),
+}
+"""What a norm multiplies by its weight in the dtype of x."""
 FORWARDS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "one rounding": lambda m, x: (m.scaled(x) * m.weight.float()).to(x.dtype),
-    "another epsilon": lambda m, x: m.weight * over_rms(x, 1e-6).to(x.dtype),
-    "an epsilon outside": lambda m, x: (
-        m.weight
-        * (x.float() / (x.float().pow(2).mean(-1, keepdim=True).sqrt() + m.variance_epsilon)).to(
-            x.dtype
-        )
-    ),
-    "centred": lambda m, x: (
-        m.weight * m.scaled(x.float() - x.float().mean(-1, keepdim=True)).to(x.dtype)
-    ),
-    "in half": lambda m, x: (
-        m.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + m.variance_epsilon))
-    ),
-    "clamped": lambda m, x: Norm.forward(m, x.clamp(-100.0, 100.0)),
-    "a stopped gradient": lambda m, x: (
-        m.weight * over_rms(x, m.variance_epsilon, Tensor.detach).to(x.dtype)
-    ),
     "by torch": lambda m, x: F.rms_norm(x, (K,), m.weight, m.variance_epsilon),
     "by torch in parts": lambda m, x: F.rms_norm(x, (K,), None, m.variance_epsilon) * m.weight,
 }
@@ -70,13 +61,15 @@ FORWARDS: dict[str, Callable[[Any, Tensor], Tensor]] = {
 def planted(name: str) -> Callable[[], nn.Module]:
     class Planted(Norm):
         def forward(self, x: Tensor) -> Tensor:
-            return FORWARDS[name](self, x)
+            if name in FORWARDS:
+                return FORWARDS[name](self, x)
+            return self.weight * SCALED[name](x, self.variance_epsilon).to(x.dtype)
 
     return Planted
 
 
 PLANTED: dict[str, Callable[[], nn.Module]] = {
-    **{name: planted(name) for name in FORWARDS},
+    **{name: planted(name) for name in (*SCALED, *FORWARDS)},
     "a bias": Biased,
     "a layer norm": lambda: nn.LayerNorm(K, bias=False),
     "no weight": lambda: nn.RMSNorm(K, elementwise_affine=False),
@@ -86,19 +79,19 @@ PLANTED: dict[str, Callable[[], nn.Module]] = {
 def test_planted_differences() -> None:
     reasons = []
     for name, make in PLANTED.items():
-        model = blocks(make)
-        reasons.append(f"{name}: {why_left_alone(model, NAMES[0])}")
+        model = converted(Block(make))
+        reasons.append(f"{name}: {why_left_alone(model, 'input_layernorm')}")
         assert fused_norms(model) == []
     assert_expected_inline(
         "\n".join(reasons),
         """\
-one rounding: differs in its output
 another epsilon: differs in its output
 an epsilon outside: differs in its output
 centred: differs in its output
 in half: differs in its output
 clamped: differs in its output
 a stopped gradient: differs in the gradient of its input
+one rounding: differs in its output
 by torch: torch computes it in one kernel
 by torch in parts: torch computes it in one kernel
 a bias: has more than a weight: bias
@@ -113,7 +106,7 @@ def test_bits(norm: Any, dtype: torch.dtype, device: torch.device) -> None:
     names = {"fused": []} if norm is OfTorch else {}
     models = fused_blocks(norm, recipe=POWER_OF_TWO, dtype=dtype, **names)
     model, twin = (x.to(device) for x in models)
-    for i, rows in enumerate((0, 1, 127, 129, 300)):
+    for i, rows in enumerate((0, 1, 129)):
         x = randn(rows, K, seed=i, device=device)
         assert_bits(results(model, x), results(twin, x))
     # in fp32 gradients of x from elsewhere are added between those of the norm's two reads

@@ -20,7 +20,7 @@ from blocktensor.fusion.fused_class import fused_modules
 from tests.support.compiling import afresh, graphs  # noqa: F401
 from tests.support.fused_kinds import COPIES, KINDS, Kind
 from tests.support.gated import assert_bits
-from tests.support.mlps import MLP, Model
+from tests.support.mlps import HIDDEN, MLP, Model
 from tests.support.mlps import converted as converted_mlps
 from tests.support.ranks import on_ranks
 
@@ -279,7 +279,7 @@ def test_what_is_saved(name: str, recompute: bool) -> None:
     saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         model(*kind.args(model))
-    rows = [t.dtype for t in saved if type(t) is Tensor and t.ndim == 2 and 320 in t.shape]
+    rows = [t.dtype for t in saved if type(t) is Tensor and t.ndim == 2 and HIDDEN in t.shape]
     assert rows.count(torch.bfloat16) == kind.runs * 2
     # of few rows backward computes h and both gradients at once
     of_h = not recompute and name == "experts"

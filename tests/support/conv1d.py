@@ -11,16 +11,13 @@ class Conv1D(nn.Module):
 
     def __init__(self, nf: int, nx: int) -> None:
         super().__init__()
-        self.nf = nf
-        self.nx = nx
-        self.weight = nn.Parameter(torch.empty(nx, nf))
+        self.nf, self.nx = nf, nx
+        self.weight = nn.Parameter(torch.randn(nx, nf) * 0.02)
         self.bias = nn.Parameter(torch.zeros(nf))
-        nn.init.normal_(self.weight, std=0.02)
 
     def forward(self, x: Tensor) -> Tensor:
-        size_out = (*x.size()[:-1], self.nf)
-        x = torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight)
-        return x.view(size_out)
+        y = torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight)
+        return y.view(*x.shape[:-1], self.nf)
 
 
 Conv1D.__module__ = "transformers.pytorch_utils"

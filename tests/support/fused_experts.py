@@ -13,7 +13,7 @@ from tests.support.gated import EAGER
 from tests.support.models import randn
 from tests.support.steps import step
 
-EXPERTS, ROWS, K, HIDDEN = 5, 270, 192, 320
+EXPERTS, ROWS, K, HIDDEN = 5, 270, 192, 160
 COUNTS = (1, 0, 127, 100, 13)
 """Rows of each expert; the others are of no group."""
 

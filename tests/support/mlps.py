@@ -16,7 +16,7 @@ from blocktensor.fusion.mlp import MLP as MLPPattern
 from tests.support.models import FP32_SCALES
 from tests.support.steps import step
 
-K, HIDDEN = 192, 320
+K, HIDDEN = 192, 160
 X = torch.arange(3 * K).view(3, K).sin()
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
-import pickle
 import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -17,6 +15,7 @@ from torch import Tensor, nn
 
 import blocktensor
 from blocktensor import BlockwiseFP8Tensor, Recipe
+from tests.support.fused_kinds import COPIES
 from tests.support.mlps import X
 from tests.support.model_changes import CHANGES, CLASS_FORWARDS, Model, layers
 from tests.support.models import SQUARE, randn
@@ -279,18 +278,9 @@ class History:
             vars(module._parameters[key])["expected"] = expected(p)
 
     def duplicate(self) -> None:
-        how = self.say(self.draw.choice(("deepcopy", "pickle", "file")))
-
-        def act(model: Model) -> Model:
-            if how == "deepcopy":
-                return copy.deepcopy(model)
-            if how == "pickle":
-                return pickle.loads(pickle.dumps(model))
-            torch.save(model, file := io.BytesIO())
-            return torch.load(io.BytesIO(file.getvalue()), weights_only=False)
-
+        how = self.say(self.draw.choice(list(COPIES)))
         old = list(self.mirror.parameters())
-        self.model, self.mirror = self.both(act)
+        self.model, self.mirror = self.both(COPIES[how])
         for a, b in zip(old, self.mirror.parameters(), strict=True):
             b.expected = expected(a)
         self.optimizers, self.handles = [], []

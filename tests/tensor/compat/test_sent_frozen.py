@@ -111,6 +111,7 @@ def test_what_a_bucket_does_not_do() -> None:
 def test_a_stack_is_padded_with_matrices_alone() -> None:
     stack = quantized(2, 130, 40, block=SQUARE)
     longer = F.pad(stack, (0, 0, 0, 0, 0, 1))
+    assert longer.shape == (3, 130, 40)
     assert_same(longer.dequantize(), F.pad(stack.dequantize(), (0, 0, 0, 0, 0, 1)))
     for pad in ((0, 1, 0, 0, 0, 1), (0, 0, 1, 0, 0, 1), (0, 0, 0, 0, 1, 0)):
         text = complaint(NotImplementedError, lambda pad=pad: F.pad(stack, pad))
