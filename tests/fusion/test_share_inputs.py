@@ -323,11 +323,3 @@ def test_stacks_of_other_recipes_cast_for_themselves(other: Any) -> None:
     for _ in range(2):
         assert_bits(step(module, TOKENS, SIZES), step(alone, TOKENS, SIZES))
     assert report.saved == 0
-
-
-def test_offs_that_changed_are_another_input() -> None:
-    module, alone = experts(), experts()
-    share_inputs(module)
-    for sizes in (SIZES, torch.tensor([140, 0, 0, 0]), torch.tensor([0, 70, 0, 0])):
-        with torch.no_grad():
-            assert torch.equal(module(TOKENS, sizes), alone(TOKENS, sizes))

@@ -94,15 +94,13 @@ class Kind:
             biases = biases[0], None, biases[1]
         return functional.gated_mlp(x, *ws, *biases, **options)
 
-    def unfused(
-        self, x: Tensor, *operands: Tensor, activation: str = "silu", of_h: Any = None
-    ) -> Tensor:
-        """Return what :meth:`fused` is to equal; ``of_h``: computes h of gate, up or of both."""
+    def unfused(self, x: Tensor, *operands: Tensor, activation: str = "silu") -> Tensor:
+        """Return what :meth:`fused` is to equal."""
         ws, biases = self._split(operands)
         bs = biases or (None,) * len(ws)
         firsts = [self.product(x, w, b) for w, b in zip(ws[:-1], bs[:-1], strict=True)]
-        h = of_h(*firsts) if of_h else product_of(activation, *firsts)
-        return self.product(h, ws[-1], bs[-1])
+        gate, up = firsts if len(firsts) == 2 else firsts[0].chunk(2, -1)
+        return self.product(EAGER[activation](gate) * up, ws[-1], bs[-1])
 
     def product(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
         """Multiply by one weight."""
@@ -127,12 +125,6 @@ class Kind:
 
     def _offs(self, x: Tensor) -> Tensor:
         return ends(*GROUPS[self.groups][1], device=x.device)
-
-
-def product_of(activation: str, *firsts: Tensor) -> Tensor:
-    """Return ``activation(gate) * up``, of two tensors or of one that holds both."""
-    gate, up = firsts if len(firsts) == 2 else firsts[0].chunk(2, -1)
-    return EAGER[activation](gate) * up
 
 
 KINDS = {

@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from blocktensor import Recipe, fuse
+from blocktensor import fuse
 from blocktensor.fusion import norm
 from blocktensor.fusion.fused_class import fused_modules
 from tests.support.mlps import MLP, K, converted
-from tests.support.models import FP32_SCALES
 
 
 class Norm(nn.Module):
@@ -57,29 +56,24 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """A decoder layer of transformers' names; ``reads``: what else reads the first norm."""
+    """A decoder layer of transformers' names."""
 
-    def __init__(
-        self, norm: Callable[[], nn.Module] = Norm, reads: Callable[[Tensor], Any] | None = None
-    ) -> None:
+    def __init__(self, norm: Callable[[], nn.Module] = Norm) -> None:
         super().__init__()
         self.input_layernorm, self.post_attention_layernorm = norm(), norm()
-        self.self_attn, self.mlp, self.reads = Attention(), MLP(), reads
+        self.self_attn, self.mlp = Attention(), MLP()
 
     def forward(self, x: Tensor) -> Tensor:
-        h = self.input_layernorm(x)
-        x = x + self.self_attn(hidden_states=h)
-        if self.reads is not None:
-            x = x + self.reads(h)
+        x = x + self.self_attn(hidden_states=self.input_layernorm(x))
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class Blocks(nn.Module):
     """Two of them."""
 
-    def __init__(self, *args: Any) -> None:
+    def __init__(self, norm: Callable[[], nn.Module]) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Block(*args) for _ in range(2))
+        self.layers = nn.ModuleList(Block(norm) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -87,11 +81,9 @@ class Blocks(nn.Module):
         return x
 
 
-def blocks(
-    *args: Any, recipe: Recipe = FP32_SCALES, dtype: torch.dtype = torch.bfloat16
-) -> nn.Module:
+def blocks(norm: Callable[[], nn.Module] = Norm, **options: Any) -> nn.Module:
     """A converted model of two blocks."""
-    return converted(Blocks(*args), recipe, dtype)
+    return converted(Blocks(norm), **options)
 
 
 def fused_norms(model: nn.Module) -> list[str]:
@@ -99,20 +91,15 @@ def fused_norms(model: nn.Module) -> list[str]:
     return [name for name, _ in fused_modules(model, norm.Norm)]
 
 
-NAMES = [
-    f"layers.{i}.{name}"
-    for i in range(2)
-    for name in ("input_layernorm", "post_attention_layernorm")
-]
+OF_BLOCK = "input_layernorm", "post_attention_layernorm"
+NAMES = [f"layers.{i}.{name}" for i in range(2) for name in OF_BLOCK]
 
 
-def fused_blocks(
-    *args: Any, recompute: bool = False, fused: list[str] = NAMES, **options: Any
-) -> tuple[Any, Any]:
+def fused_blocks(*norm: Any, fused: list[str] = NAMES, **options: Any) -> tuple[Any, Any]:
     """A model whose norms of the names ``fused`` are fused, and its twin that is not."""
-    model = blocks(*args, **options)
+    model = blocks(*norm, **options)
     twin = copy.deepcopy(model)
-    report = fuse(model, recompute=recompute)
+    report = fuse(model)
     assert [x.name for x in report.left_alone] == [name for name in NAMES if name not in fused]
     assert fused_norms(model) == fused
     return model, twin

@@ -39,11 +39,6 @@ def fp32_weight(recipe: Recipe | None = None) -> Any:
     return linear(N, K, dtype=torch.float32, recipe=recipe or Recipe()).weight
 
 
-def stack(*shape: int, recipe: Recipe | None = None) -> Any:
-    values = randn(*shape, dtype=torch.float32)
-    return nn.Parameter(BlockwiseFP8Weight(values, recipe or Recipe()))
-
-
 def from_fp32(w: Any, x: Tensor) -> Tensor:
     """``x wᵀ`` in x's dtype, with the weight cast from its own values."""
     with torch.autocast("cpu", x.dtype):
@@ -260,7 +255,7 @@ def test_parts_of_a_copy_are_copies_of_the_parts(write: str | None, name: str) -
     part, of_copy = PARTS[name], write in ("whole", "part")
     if of_copy and name == "unbind":
         return  # torch refuses writes to what it returns
-    w = stack(3, N, K)
+    w: Any = nn.Parameter(BlockwiseFP8Weight(randn(3, N, K, dtype=torch.float32)))
     late, values = w.bfloat16(), plain(w).bfloat16()
     got, wanted = part(late), from_fp32(plain(w)[1], X)
     assert isinstance(got, BlockwiseFP8Weight)
