@@ -1,7 +1,7 @@
 """The shape of the repository: rooms with ranks, small files, no import circles.
 
-Sources are parsed, never imported. Imports inside functions count as much as those at the top;
-only those under ``if TYPE_CHECKING`` do not.
+Sources are parsed, never imported; grimp finds their imports. Those inside functions count as much
+as those at the top; only those under ``if TYPE_CHECKING`` do not.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any
 
+import grimp
 import pytest
 
-from tests.support.imports import PACKAGE, Graph, import_graph, modules_of
-
+PACKAGE = "blocktensor"
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE_FOLDERS = (PACKAGE, "examples", "benchmarks", "tests")
 MAX_LINES = 400
@@ -82,6 +82,9 @@ OWNED = {
     "get_referrers": "blocktensor.conversion.checks",
 }
 """Names that one module alone may use."""
+
+Graph = dict[str, set[str]]
+"""For every module the modules that it imports."""
 
 Rule = Callable[[Any], list[str]]
 # The rules: each returns its violations as lines to print
@@ -184,6 +187,15 @@ RULES = {rule.__name__: rule for rule in (*OF_GRAPHS, block_sizes, duck_typing, 
 # This repository
 
 
+def modules_of(root: Path) -> dict[str, Path]:
+    """The dotted name of every module of the package under ``root``, with its file."""
+    modules = {}
+    for path in sorted((root / PACKAGE).rglob("*.py")):
+        parts = path.relative_to(root).with_suffix("").parts
+        modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return modules
+
+
 @pytest.fixture(scope="module")
 def modules() -> dict[str, Path]:
     return modules_of(ROOT)
@@ -191,7 +203,9 @@ def modules() -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def graph(modules: dict[str, Path]) -> Graph:
-    return import_graph(modules)
+    found = grimp.build_graph(PACKAGE, exclude_type_checking_imports=True, cache_dir=None)
+    assert found.modules == modules.keys()
+    return {name: found.find_modules_directly_imported_by(name) for name in modules}
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -213,82 +227,30 @@ def test_the_root_is_small(modules: dict[str, Path]) -> None:
 # The rules themselves, on small made-up trees
 
 
-def make_tree(root: Path, files: dict[str, str]) -> Path:
-    """Write ``files`` (paths inside the package) under ``root``."""
-    for name, text in files.items():
-        path = root / PACKAGE / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    return root
-
-
-def graph_of(root: Path, files: dict[str, str]) -> Graph:
-    return import_graph(modules_of(make_tree(root, {"__init__.py": "", **files})))
+@pytest.mark.parametrize("back", [True, False])
+def test_a_circle_is_found(back: bool) -> None:
+    found = import_circles({"a": {"b"}, "b": {"c"}, "c": {"a"} if back else set()})
+    assert [set(circle.split(" imported by ")) for circle in found] == [set("abc")] * back
 
 
 @pytest.mark.parametrize(
-    ("source", "target"),
+    ("module", "target", "allowed"),
     [
-        ("import blocktensor.recipe", "blocktensor.recipe"),
-        ("from blocktensor.recipe import Recipe", "blocktensor.recipe"),
-        ("from blocktensor import recipe", "blocktensor.recipe"),
-        ("from blocktensor import quantize", "blocktensor"),
-        ("from . import formats", "blocktensor.ops.formats"),
-        ("from .formats import BLOCK", "blocktensor.ops.formats"),
-        ("from . import BLOCK", "blocktensor.ops"),
-        ("from .. import recipe", "blocktensor.recipe"),
-        ("from ..recipe import Recipe", "blocktensor.recipe"),
-        ("from .. import *", "blocktensor"),
-        ("def f():\n    from ..recipe import Recipe", "blocktensor.recipe"),
-        ("try:\n    from .. import recipe\nexcept ImportError:\n    pass", "blocktensor.recipe"),
-        ("import importlib\nimportlib.import_module('blocktensor.recipe')", "blocktensor.recipe"),
-        ("if TYPE_CHECKING:\n    pass\nelse:\n    from .. import recipe", "blocktensor.recipe"),
-        ("if not TYPE_CHECKING:\n    from .. import recipe", "blocktensor.recipe"),
-        ("if TYPE_CHECKING:\n    from .. import recipe", None),
-        ("import typing\nif typing.TYPE_CHECKING:\n    from .. import recipe", None),
-        ("import torch\nfrom torch.ops import recipe\nprint('blocktensor.recipe')", None),
+        ("tensor.weight", "tensor.base", True),
+        ("tensor.weight", "autograd.linear", False),
+        ("tensor.weight", "", False),
+        ("tensor.weight", "ops.cast.ops", True),
+        ("autograd.linear", "tensor.base", True),
+        ("ops.cast.ops", "tensor.base", False),
+        ("ops.gemm.ops", "ops.cast", True),
+        ("ops.gemm.hopper.launch", "ops.gemm.ops", False),
+        ("ops.gemm.ops", "ops.gemm.hopper.launch", True),
+        ("ops.formats", "ops.runtime.replay", False),
+        ("ops.runtime.replay", "ops.formats", True),
     ],
 )
-def test_an_import_is_found(tmp_path: Path, source: str, target: str | None) -> None:
-    files = {"recipe.py": "", "ops/__init__.py": "", "ops/formats.py": "", "ops/checks.py": source}
-    found = graph_of(tmp_path, files)["blocktensor.ops.checks"]
-    assert found == ({target} if target else set())
-
-
-def test_a_package_imports_its_own_modules(tmp_path: Path) -> None:
-    graph = graph_of(tmp_path, {"ops/__init__.py": "from .checks import rank", "ops/checks.py": ""})
-    assert graph["blocktensor.ops"] == {"blocktensor.ops.checks"}
-
-
-@pytest.mark.parametrize("back", ["from .a import x", "def f():\n    from . import a"])
-def test_a_circle_is_found(tmp_path: Path, back: str) -> None:
-    files = {"a.py": "from .b import y", "b.py": "import blocktensor.c", "c.py": back}
-    (circle,) = import_circles(graph_of(tmp_path, files))
-    assert {f"blocktensor.{name}" for name in "abc"} == set(circle.split(" imported by "))
-    files["c.py"] = "if TYPE_CHECKING:\n    from .a import x"
-    assert import_circles(graph_of(tmp_path, files)) == []
-
-
-@pytest.mark.parametrize(
-    ("module", "source", "allowed"),
-    [
-        ("tensor/weight.py", "from . import base", True),
-        ("tensor/weight.py", "from ..autograd import linear", False),
-        ("tensor/weight.py", "from .. import quantize", False),
-        ("tensor/weight.py", "from ..ops.cast import ops", True),
-        ("autograd/linear.py", "from ..tensor import base", True),
-        ("ops/cast/ops.py", "from ...tensor import base", False),
-        ("ops/gemm/ops.py", "from ..cast import ops", True),
-        ("ops/gemm/hopper/launch.py", "from .. import ops", False),
-        ("ops/gemm/ops.py", "from .hopper import launch", True),
-        ("ops/formats.py", "from .runtime import replay", False),
-        ("ops/runtime/replay.py", "from .. import formats", True),
-    ],
-)
-def test_an_upward_arrow_is_found(tmp_path: Path, module: str, source: str, allowed: bool) -> None:
-    names = "tensor/weight tensor/base autograd/linear ops/cast/ops ops/gemm/ops ops/formats"
-    names += " ops/gemm/hopper/launch ops/runtime/replay"
-    graph = graph_of(tmp_path, {**{f"{name}.py": "" for name in names.split()}, module: source})
+def test_an_upward_arrow_is_found(module: str, target: str, allowed: bool) -> None:
+    graph = {f"{PACKAGE}.{module}": {f"{PACKAGE}.{target}".rstrip(".")}}
     assert modules_without_room(graph) == []
     assert bool(upward_arrows(graph)) != allowed
 
@@ -317,11 +279,15 @@ def test_an_upward_arrow_is_found(tmp_path: Path, module: str, source: str, allo
 def test_a_violation_is_found(
     tmp_path: Path, rule: str, file: str, source: str, found: str | None
 ) -> None:
-    modules = modules_of(make_tree(tmp_path, {"__init__.py": "", file: source}))
-    given = import_graph(modules) if RULES[rule] in OF_GRAPHS else modules
+    (path := tmp_path / PACKAGE / file).parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(source)
+    modules = modules_of(tmp_path)
+    given = dict.fromkeys(modules, ()) if RULES[rule] in OF_GRAPHS else modules
     assert RULES[rule](given) == ([f"{PACKAGE}.{found}"] if found else [])
 
 
 def test_a_long_file_is_found(tmp_path: Path) -> None:
-    make_tree(tmp_path, {"short.py": "x = 1\n" * 400, "long.py": "x = 1\n" * 401})
+    (folder := tmp_path / PACKAGE).mkdir()
+    for name, lines in (("short", 400), ("long", 401)):
+        (folder / f"{name}.py").write_text("x = 1\n" * lines)
     assert long_files(tmp_path) == ["blocktensor/long.py: 401 lines"]
