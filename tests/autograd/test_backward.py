@@ -12,10 +12,11 @@ import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
 from torch._dynamo import compiled_autograd
-from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+from torch.distributed.pipelining import stage
 from torch.utils.checkpoint import checkpoint
 
-from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, functional, quantize
+from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, Recipe, functional, quantize
+from blocktensor.autograd import pipelining
 from blocktensor.autograd.backward import FP8Function
 from blocktensor.autograd.quantize import normed
 from tests.support.groups import ends
@@ -29,7 +30,7 @@ from tests.support.linear_ways import (
 from tests.support.models import FP32_SCALES, Trace, linear, randn
 from tests.support.numeric import assert_same
 from tests.support.refusals import refused
-from tests.support.split_backward import needs_halves
+from tests.support.wgrad_inputs import HIGH
 
 __all__ = ["way_of_linears"]
 
@@ -217,24 +218,72 @@ def test_compiled_autograd_gives_the_bits_of_autograd(
         assert_same(x.grad, each)
 
 
+# Backwards in halves, as zero-bubble schedules of torch's pipelining run them
+
+needs_halves = pytest.mark.skipif(
+    torch.__version__ < (2, 13),
+    reason="before 2.13 torch loses an autograd.Function between the halves (pytorch#166577)",
+)
+
+
 @needs_halves
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "linear_cross_entropy"])
 def test_a_split_backward_computes_each_product_once(name: str) -> None:
-    """As pipelining's zero-bubble schedules split it: the input's half, then the weights'."""
     run, (x, *weights), products = samples()[name]
     y = run(x, *weights)
     grad = randn(*y.shape, seed=5).to(y.dtype)
     wanted = torch.autograd.grad(y, (x, *weights), grad, retain_graph=True)
     with Trace() as of_input:
-        (dx,), groups = stage_backward_input([y], [grad], [x], iter(weights))
+        (dx,), groups = stage.stage_backward_input([y], [grad], [x], iter(weights))
     with Trace() as of_weights:
-        stage_backward_weight(iter(weights), groups)
+        stage.stage_backward_weight(iter(weights), groups)
     for a, b in zip((dx, *(w.grad for w in weights)), wanted, strict=True):
         assert_same(a, b)
     assert of_input.count("gemm") == products[0]
     of_matrices = sum(w.ndim > 1 + ("experts" in name or "grouped" in name) for w in weights)
-    again = products[0] > 1  # the gradient of h, which the weights of gate and up need too
-    assert of_weights.count("gemm") == (of_matrices + again if products[0] else 0)
+    assert of_weights.count("gemm") == (of_matrices if products[0] else 0)
+
+
+USES: dict[str, Callable[[Tensor, Any, Tensor], Tensor]] = {
+    "a linear": F.linear,
+    "a view": lambda x, w, bias: x @ w + bias,
+    "a linear and a view": lambda x, w, bias: F.linear(x, w, bias) @ w,
+    "a linear and a penalty": lambda x, w, bias: (
+        F.linear(x, w, bias) + w.high_precision().square().mean()
+    ),
+    "two linears": lambda x, w, bias: F.linear(torch.tanh(F.linear(x, w)), w, bias),
+    "two linears of a copy": lambda x, w, bias: F.linear(
+        F.linear(x.float(), w.float()), w.float(), bias.float()
+    ),
+}
+
+
+@needs_halves
+@pytest.mark.parametrize("recipe", [FP32_SCALES, HIGH], ids=str)
+@pytest.mark.parametrize("use", USES)
+def test_gradients_are_those_of_a_whole_backward(use: str, recipe: Recipe) -> None:
+    found = []
+    for split in (False, True):
+        module, x = linear(300, 300, bias=True, recipe=recipe), randn(40, 300, grad=True)
+        for step in range(2):
+            y = USES[use](x, module.weight, module.bias)
+            grad = randn(40, 300, seed=step, dtype=y.dtype)
+            if split:
+                _, groups = stage.stage_backward_input([y], [grad], [x], module.parameters())
+                stage.stage_backward_weight(module.parameters(), groups)
+            else:
+                y.backward(grad)
+        found.append([x.grad, *(p.grad for p in module.parameters())])
+    assert_all_equal(*found)
+
+
+def test_an_input_half_that_raises_runs_no_more() -> None:
+    def original(*_: Any) -> None:
+        raise RuntimeError("in the middle")
+
+    with pytest.raises(RuntimeError, match="in the middle"):
+        pipelining._watched(original)([])
+    assert not pipelining._input_halves
 
 
 N, K = 256, 192

@@ -8,8 +8,7 @@ from torch import nn
 
 import blocktensor
 from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, Recipe, functional
-from tests.support.experts import N, sample, stack
-from tests.support.models import POWER_OF_TWO, SQUARE, linear, plain, randn
+from tests.support.models import POWER_OF_TWO, SQUARE, linear, randn
 from tests.support.refusals import Call, refused
 
 W, X = randn(256, 384, seed=1), randn(5, 384)
@@ -158,51 +157,3 @@ ValueError: the input is on meta and the weight on cpu: move them to one device;
   Linear""",
     )
     assert torch.isfinite(module(X)).all()  # and spoils nothing
-
-
-def test_grouped_linears() -> None:
-    x, _, offs = sample("ragged")
-    w, run = plain(stack(len(offs))), functional.grouped_linear
-    rows = BlockwiseFP8Tensor.from_values(w)
-    nested = torch.nested.as_nested_tensor([x[:2], x[2:]], layout=torch.jagged)
-    shared = blocktensor.quantize(x)
-    calls: list[Call] = [
-        lambda: run(x, w[0], offs),
-        lambda: run(x[None], w, offs),
-        lambda: run(x.double(), w, offs),
-        lambda: run(x[:, 1:], w, offs),
-        lambda: run(x, w, offs.long()),
-        lambda: run(x, w, offs[1:]),
-        lambda: run(x, w, offs.to("meta")),
-        lambda: run(x, w, offs, torch.zeros(N).bfloat16()),
-        lambda: run(x.float(), w, offs),
-        lambda: run(x, rows, offs),
-        lambda: run(shared, w, offs, recipe=POWER_OF_TWO),
-        lambda: run(nested, w, offs),
-    ]
-    assert_expected_inline(
-        refused(*calls),
-        """\
-ValueError: the weight of a grouped FP8 linear has 2 dimensions, shape [144, 192]: expected 3;
-  stacks of experts are [E, N, K]; a matrix needs functional.linear
-ValueError: the input of a grouped FP8 linear has 3 dimensions, shape [1, 270, 192]: expected 2;
-  flatten tokens to [T, K]
-TypeError: the input of a grouped FP8 linear has dtype torch.float64: blocktensor casts
-  torch.bfloat16, torch.float16 and torch.float32 to FP8; convert it first, e.g.
-  .to(torch.bfloat16)
-ValueError: cannot contract input [270, 191] with weight [5, 144, 192]: K is 191 in one and 192
-  in the other
-TypeError: offs has dtype torch.int64: expected torch.int32; use .to(torch.int32)
-ValueError: offs ends 4 groups, and the weight [5, 144, 192] is a stack of 5 experts: expected
-  one end for each
-ValueError: the input is on cpu and offs on meta: move them to one device
-ValueError: the bias has shape [144]: expected [5, 144], one entry for each output column
-TypeError: the input is torch.float32 and the weight torch.bfloat16: convert one of them, or run
-  under torch.autocast
-ValueError: the weight of a grouped FP8 linear has blocks of (1, 128): expected (128, 128)
-ValueError: mixed recipes: one operand was cast with Recipe(scale='power_of_two'), the other
-  with Recipe(scale='fp32'); cast both with one recipe, e.g. blocktensor.quantize(x,
-  recipe=weight.recipe)
-NotImplementedError: an FP8 linear of a nested tensor: call it on .values() of a jagged tensor,
-  or on a padded one""",
-    )

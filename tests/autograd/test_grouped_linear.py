@@ -12,18 +12,67 @@ from torch import Tensor, nn
 
 from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, Recipe, functional, quantize
 from blocktensor.autograd.products import sum_groups
-from tests.support.experts import K, N, expert_by_expert, grads, sample, stack
 from tests.support.groups import GROUPS, columnwise, ends, ranges
 from tests.support.linear_ways import assert_all_equal, gone_when, storage_is_gone
-from tests.support.models import RECIPES, SQUARE, Trace, plain, randn
+from tests.support.models import (
+    FP32_SCALES,
+    POWER_OF_TWO,
+    RECIPES,
+    SQUARE,
+    Trace,
+    plain,
+    randn,
+)
 from tests.support.numeric import assert_same, relative_error
-from tests.support.refusals import refused
-from tests.support.steps import assert_trace
+from tests.support.refusals import Call, refused
+from tests.support.steps import ours
 from tests.support.wgrad_inputs import HIGH, ROWS, every_recipe, saved_by, wgrad
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-PRODUCTS = ("grouped_gemm", "grouped_gemm_wgrad")
+N, K = 144, 192
 every_grouping = pytest.mark.parametrize("groups", GROUPS)
+
+
+def stack(
+    experts: int, *, recipe: Recipe = FP32_SCALES, dtype: Any = torch.bfloat16, kn: bool = False
+) -> nn.Parameter:
+    """Trainable experts ``[E, N, K]``, or ``[E, K, N]`` of the same values."""
+    w = randn(experts, N, K, seed=1, dtype=dtype) / K**0.5
+    return nn.Parameter(BlockwiseFP8Weight(w.mT.contiguous() if kn else w, recipe))
+
+
+def sample(groups: str, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor, Tensor]:
+    """x, the output's gradient and offs; NaN in the rows of no group."""
+    rows, sizes = GROUPS[groups]
+    x, grad = (randn(rows, c, seed=c, dtype=dtype) for c in (K, N))
+    x[sum(sizes) :] = grad[sum(sizes) :] = float("nan")
+    return x, grad, ends(*sizes)
+
+
+def grads(run: Callable[..., Tensor], x: Tensor, grad: Tensor, *leaves: Tensor) -> list[Any]:
+    """The output and the gradients of x and of ``leaves``, from scratch."""
+    leaf = x.detach().clone().requires_grad_()
+    for parameter in leaves:
+        parameter.grad = None
+    y = run(leaf)
+    y.backward(grad)
+    return [y.detach(), leaf.grad, *(parameter.grad for parameter in leaves)]
+
+
+def expert_by_expert(
+    x: Tensor, w: Tensor, offs: Tensor, grad: Tensor, bias: Tensor, recipe: Recipe
+) -> list[Any]:
+    """y, dx, dw and dbias of each group, by dense FP8 linears."""
+    results = []
+    for e, inside in enumerate(ranges(offs)):
+        leaves = [t.detach().clone().requires_grad_() for t in (w[e], bias[e])]
+        results.append(
+            grads(
+                lambda x, leaves=leaves: functional.linear(x, *leaves, recipe=recipe),
+                x[inside], grad[inside], *leaves,
+            )
+        )  # fmt: skip
+    return [*zip(*results, strict=True)]
 
 
 def natural(w: Tensor) -> Tensor:
@@ -106,50 +155,36 @@ def test_ends_out_of_range_are_not_read_by_the_bias() -> None:
     assert sum_groups(x, offs)[:, 0].tolist() == [4, 0, 0, 6]
 
 
-def test_trace_of_a_forward_and_a_backward() -> None:
-    x, _, offs = sample("ragged")
-    product = "grouped_gemm 1x128 128x128"
-    assert_trace(
-        functional.grouped_linear, x, stack(len(offs)), offs,
-        forward=["quantize_with_transpose 128x128", "quantize_grouped 1x128 128x128", product],
-        backward=["quantize_grouped 1x128", product, "grouped_gemm_wgrad 1x128 128x128"],
-    )  # fmt: skip
-
-
-def test_a_step_with_bias_reads_nothing_on_the_host() -> None:
-    x, grad, offs = sample("rows of no group")
-    w, bias = stack(len(offs)), randn(len(offs), N, seed=2, grad=True)
-    with Trace() as trace:
-        functional.grouped_linear(x.requires_grad_(), w, offs, bias).backward(grad)
-    assert trace.count("aten.segment_reduce") == 1
-    assert trace.count("_local_scalar_dense") == trace.count("item") == trace.count("nonzero") == 0
+OF_GROUPS = "quantize_grouped 1x128"
+PRODUCT, WGRAD = "grouped_gemm 1x128 128x128", "grouped_gemm_wgrad 1x128 128x128"
 
 
 @pytest.mark.parametrize(
     ("x_grad", "w_grad", "forward", "backward"),
     [
-        (True, True, "quantize_grouped", ("quantize_grouped", *PRODUCTS)),
-        (True, False, "quantize_rowwise", ("quantize_rowwise", "grouped_gemm")),
-        (False, True, "quantize_grouped", ("quantize_grouped_columnwise", "grouped_gemm_wgrad")),
-        (False, False, "quantize_rowwise", ()),
+        (True, True, f"{OF_GROUPS} 128x128", [OF_GROUPS, PRODUCT, WGRAD]),
+        (True, False, "quantize_rowwise 1x128", ["quantize_rowwise 1x128", PRODUCT]),
+        (False, True, f"{OF_GROUPS} 128x128", ["quantize_grouped_columnwise 1x128", WGRAD]),
+        (False, False, "quantize_rowwise 1x128", []),
     ],
 )
 def test_only_what_is_asked_for_is_computed(
-    x_grad: bool, w_grad: bool, forward: str, backward: tuple[str, ...]
+    x_grad: bool, w_grad: bool, forward: str, backward: list[str]
 ) -> None:
-    x, grad, offs = sample("ragged")
+    """And nothing is read on the host."""
+    x, grad, offs = sample("rows of no group")
     w, bias = stack(len(offs)).requires_grad_(w_grad), randn(len(offs), N, seed=2, grad=True)
     x.requires_grad_(x_grad)
-    with Trace() as trace:
+    with Trace() as of_y:
         y = functional.grouped_linear(x, w, offs, bias)
     of_weight = "quantize_with_transpose" if x_grad else "quantize_rowwise"
-    forms = "1x128 128x128" if w_grad else "1x128"
-    assert trace.ops[:2] == [f"blocktensor.{of_weight} 128x128", f"blocktensor.{forward} {forms}"]
-    inputs = [t for t in (x, w, bias) if t.requires_grad]
-    with Trace() as trace:
-        torch.autograd.grad(y, inputs, grad)
-    ours = [op.split()[0].removeprefix("blocktensor.") for op in trace.ops if "blocktensor" in op]
-    assert tuple(ours) == backward
+    assert ours(of_y) == [f"{of_weight} 128x128", forward, PRODUCT]
+    with Trace() as of_grads:
+        torch.autograd.grad(y, [t for t in (x, w, bias) if t.requires_grad], grad)
+    assert ours(of_grads) == backward
+    assert of_grads.count("aten.segment_reduce") == 1
+    for name in ("_local_scalar_dense", "item", "nonzero"):
+        assert of_y.count(name) == of_grads.count(name) == 0
 
 
 @pytest.mark.parametrize("recipe", [Recipe(), ROWS, HIGH], ids=lambda r: r.wgrad_input)
@@ -285,3 +320,51 @@ def test_wgrad_input(groups: str, dtype: torch.dtype, kn: bool, recipe: Recipe) 
             torch.testing.assert_close(each, wanted, rtol=2e-2, atol=1e-3)
         else:
             assert_same(each, wanted)
+
+
+def test_bad_input() -> None:
+    x, _, offs = sample("ragged")
+    w, run = plain(stack(len(offs))), functional.grouped_linear
+    rows = BlockwiseFP8Tensor.from_values(w)
+    nested = torch.nested.as_nested_tensor([x[:2], x[2:]], layout=torch.jagged)
+    shared = quantize(x)
+    calls: list[Call] = [
+        lambda: run(x, w[0], offs),
+        lambda: run(x[None], w, offs),
+        lambda: run(x.double(), w, offs),
+        lambda: run(x[:, 1:], w, offs),
+        lambda: run(x, w, offs.long()),
+        lambda: run(x, w, offs[1:]),
+        lambda: run(x, w, offs.to("meta")),
+        lambda: run(x, w, offs, torch.zeros(N).bfloat16()),
+        lambda: run(x.float(), w, offs),
+        lambda: run(x, rows, offs),
+        lambda: run(shared, w, offs, recipe=POWER_OF_TWO),
+        lambda: run(nested, w, offs),
+    ]
+    assert_expected_inline(
+        refused(*calls),
+        """\
+ValueError: the weight of a grouped FP8 linear has 2 dimensions, shape [144, 192]: expected 3;
+  stacks of experts are [E, N, K]; a matrix needs functional.linear
+ValueError: the input of a grouped FP8 linear has 3 dimensions, shape [1, 270, 192]: expected 2;
+  flatten tokens to [T, K]
+TypeError: the input of a grouped FP8 linear has dtype torch.float64: blocktensor casts
+  torch.bfloat16, torch.float16 and torch.float32 to FP8; convert it first, e.g.
+  .to(torch.bfloat16)
+ValueError: cannot contract input [270, 191] with weight [5, 144, 192]: K is 191 in one and 192
+  in the other
+TypeError: offs has dtype torch.int64: expected torch.int32; use .to(torch.int32)
+ValueError: offs ends 4 groups, and the weight [5, 144, 192] is a stack of 5 experts: expected
+  one end for each
+ValueError: the input is on cpu and offs on meta: move them to one device
+ValueError: the bias has shape [144]: expected [5, 144], one entry for each output column
+TypeError: the input is torch.float32 and the weight torch.bfloat16: convert one of them, or run
+  under torch.autocast
+ValueError: the weight of a grouped FP8 linear has blocks of (1, 128): expected (128, 128)
+ValueError: mixed recipes: one operand was cast with Recipe(scale='power_of_two'), the other
+  with Recipe(scale='fp32'); cast both with one recipe, e.g. blocktensor.quantize(x,
+  recipe=weight.recipe)
+NotImplementedError: an FP8 linear of a nested tensor: call it on .values() of a jagged tensor,
+  or on a padded one""",
+    )
