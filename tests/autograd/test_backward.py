@@ -24,6 +24,7 @@ from tests.support.linear_ways import (
     assert_all_equal,
     gone_when,
     grads_of,
+    run_linears,
     storage_is_gone,
     way_of_linears,
 )
@@ -33,8 +34,10 @@ from tests.support.refusals import refused
 from tests.support.wgrad_inputs import HIGH
 
 __all__ = ["way_of_linears"]
+in_each_way = pytest.mark.usefixtures("way_of_linears")
 
 
+@in_each_way
 def test_the_outputs_gradient_can_be_asked_for() -> None:
     module, x, w = linear(256, 384), randn(5, 384, grad=True), randn(5, 256, seed=9)
     y = module(x)
@@ -42,6 +45,7 @@ def test_the_outputs_gradient_can_be_asked_for() -> None:
     assert_all_equal([dy, dx], [w, grads_of(module, x, w)[1]])
 
 
+@in_each_way
 def test_backward_in_other_threads(device: torch.device) -> None:
     module = linear(256, 384, device=device)
     x, grad = randn(5, 384, device=device), randn(5, 256, seed=3, device=device)
@@ -124,9 +128,17 @@ def samples() -> dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...], tupl
 
 
 NAMES = [*samples()]
+BOTH_WAYS = ("linear", "gated_mlp", "gated_experts")  # to which the size of gradients matters
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.fixture(params=[*NAMES, *(f"{name}; sequence" for name in BOTH_WAYS)])
+def name(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """One of ``NAMES``, whose linears run one way or the other."""
+    name, _, way = request.param.partition("; ")
+    run_linears(way or "op by op", monkeypatch)
+    return name
+
+
 def test_only_the_gradients_that_are_asked_for_are_computed(name: str) -> None:
     """By autograd.grad and by backward(inputs=...), with the bits of a whole backward."""
     run, leaves, products = samples()[name]
@@ -144,7 +156,6 @@ def test_only_the_gradients_that_are_asked_for_are_computed(name: str) -> None:
         each.grad = None
 
 
-@pytest.mark.parametrize("name", NAMES)
 def test_second_derivatives_raise_on_every_path(name: str) -> None:
     run, leaves, _ = samples()[name]
 
@@ -165,7 +176,6 @@ def test_second_derivatives_raise_on_every_path(name: str) -> None:
         torch.autograd.functional.hessian(of_x, x)
 
 
-@pytest.mark.parametrize("name", NAMES)
 def test_batched_gradients_are_refused_and_only_they(name: str) -> None:
     run, leaves, _ = samples()[name]
     y = run(*leaves)
@@ -185,7 +195,6 @@ NotImplementedError: torch.autograd.grad(..., is_grads_batched=True) through an 
     assert all(dt is not None for dt in torch.autograd.grad(y, leaves, grads[0]))
 
 
-@pytest.mark.parametrize("name", NAMES)
 def test_every_hook_of_the_node_sees_the_gradient_and_may_change_it(name: str) -> None:
     run, leaves, _ = samples()[name]
     y = run(*leaves)
@@ -227,7 +236,6 @@ needs_halves = pytest.mark.skipif(
 
 
 @needs_halves
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "linear_cross_entropy"])
 def test_a_split_backward_computes_each_product_once(name: str) -> None:
     run, (x, *weights), products = samples()[name]
     y = run(x, *weights)
@@ -259,6 +267,7 @@ USES: dict[str, Callable[[Tensor, Any, Tensor], Tensor]] = {
 
 
 @needs_halves
+@in_each_way
 @pytest.mark.parametrize("recipe", [FP32_SCALES, HIGH], ids=str)
 @pytest.mark.parametrize("use", USES)
 def test_gradients_are_those_of_a_whole_backward(use: str, recipe: Recipe) -> None:

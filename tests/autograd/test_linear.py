@@ -14,6 +14,7 @@ from tests.support.models import RECIPES, assert_matches, composed, linear, plai
 from tests.support.wgrad_inputs import saved_by
 
 __all__ = ["way_of_linears"]
+pytestmark = pytest.mark.usefixtures("way_of_linears")
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 N, K = 128, 192

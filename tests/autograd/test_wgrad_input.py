@@ -23,6 +23,7 @@ from tests.support.siblings import Qkv, converted, results
 from tests.support.wgrad_inputs import HIGH, RECIPES, ROWS, every_recipe, saved_by, wgrad
 
 __all__ = ["way_of_linears"]
+pytestmark = pytest.mark.usefixtures("way_of_linears")
 
 
 @every_recipe

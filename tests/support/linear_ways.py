@@ -32,7 +32,7 @@ def run_linears(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan._PLANS, "_table", {})
 
 
-@pytest.fixture(autouse=True, params=WAYS)
+@pytest.fixture(params=WAYS)
 def way_of_linears(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """:func:`run_linears`, in each of the ways."""
     way: str = request.param
