@@ -18,7 +18,7 @@ from tests.support.gated import assert_bits, results
 from tests.support.groups import ends
 from tests.support.models import plain, randn
 
-K, HIDDEN, N, T, E = 192, 320, 136, 70, 3
+K, HIDDEN, N, T, E = 192, 160, 136, 70, 3
 OFFS = ends(30, 0, 35)  # the last five rows belong to no group
 TARGET = torch.arange(T).mul(7).remainder(N).index_fill(0, torch.arange(0, T, 5), -100)
 Run = Callable[..., Tensor]
@@ -255,6 +255,16 @@ def test_where_no_gradient_arrives_none_leaves(kind: str, run: Run) -> None:
     Ends.apply(run(x, *operands)).sum().backward()
     assert [t.grad for t in (x, *operands)] == [None] * (1 + len(operands))
     assert all(cache.nbytes() == 0 for cache in caches(operands))
+
+
+@every_matmul
+def test_a_gradient_of_one_operand_releases_all_casts(kind: str, run: Run) -> None:
+    x, operands = inputs(), weights(kind)
+    for each in (x, *operands):
+        y = run(x, *operands)
+        assert all(cache.nbytes() for cache in caches(operands))
+        y.sum().backward(inputs=[each])
+        assert all(cache.nbytes() == 0 for cache in caches(operands))
 
 
 @every_kind

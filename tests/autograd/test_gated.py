@@ -199,9 +199,6 @@ def test_bad_input() -> None:
         lambda: mlp(x, both[:512], None, down),
         lambda: mlp(x, both, None, None),
         lambda: experts(rows, *stacks, offs[:2]),
-        lambda: experts(rows[0], *stacks, offs),
-        lambda: experts(rows, *stacks, offs.long()),
-        lambda: experts(rows, *(w[0] for w in stacks), offs),
         lambda: experts(x, randn(0, 255, K), None, randn(0, N, 128), ends()),
     ]
     assert_expected_inline(
@@ -224,11 +221,6 @@ TypeError: w_down is a NoneType: expected a tensor (w_up alone may be None, wher
   gate and up)
 ValueError: offs ends 2 groups, and the weight [5, 320, 192] is a stack of 5 experts: expected
   one end for each
-ValueError: the input of a grouped FP8 linear has 1 dimensions, shape [192]: expected 2; flatten
-  tokens to [T, K]
-TypeError: offs has dtype torch.int64: expected torch.int32; use .to(torch.int32)
-ValueError: the weight of a grouped FP8 linear has 2 dimensions, shape [320, 192]: expected 3;
-  stacks of experts are [E, N, K]; a matrix needs functional.linear
 ValueError: w_gate has 255 features and there is no w_up: expected an even number, those of gate
   and as many of up""",
     )
@@ -245,9 +237,3 @@ def test_bad_input_before_dynamo_is_told(monkeypatch: pytest.MonkeyPatch) -> Non
     )
     with pytest.raises(Exception, match="bias_up without w_up: give bias_gate the biases of both"):
         run(randn(4, 192), randn(200))
-
-
-def test_a_backward_of_the_last_weight_alone_releases_all_casts() -> None:
-    ws = weights()
-    functional.gated_mlp(randn(128, K), *ws).sum().backward(inputs=[ws[2]])
-    assert [w.cache.nbytes() for w in ws] == [0, 0, 0]

@@ -10,7 +10,16 @@ from torch import Tensor
 
 from blocktensor import BlockwiseFP8Weight, Recipe, functional, quantize
 from tests.support.linear_ways import assert_all_equal, grads_of, way_of_linears
-from tests.support.models import RECIPES, assert_matches, composed, linear, plain, randn, unaligned
+from tests.support.models import (
+    RECIPES,
+    assert_matches,
+    assert_same_bytes,
+    composed,
+    linear,
+    plain,
+    randn,
+    unaligned,
+)
 from tests.support.wgrad_inputs import saved_by
 
 __all__ = ["way_of_linears"]
@@ -129,18 +138,14 @@ def test_module_and_parameter_hooks() -> None:
     module, x, grad = linear(256, 384), randn(5, 384), randn(5, 256, seed=9)
     _, dx, dw = grads_of(module, x, grad)
     seen: list[Tensor] = []
-    handles = [
-        module.register_full_backward_pre_hook(lambda m, gs: seen.append(gs[0].clone())),
-        module.register_full_backward_hook(lambda m, gi, go: seen.extend((gi[0], go[0]))),
-        module.weight.register_hook(lambda g: seen.append(g.clone())),
-        module.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone())),
-    ]
+    module.register_full_backward_pre_hook(lambda m, gs: seen.append(gs[0].clone()))
+    module.register_full_backward_hook(lambda m, gi, go: seen.extend((gi[0], go[0])))
+    module.weight.register_hook(lambda g: seen.append(g.clone()))
+    module.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
     grads_of(module, x, grad)
     assert len(seen) == 5
     for wanted in (grad, grad, dx, dw, dw):  # in whatever order
         assert any(torch.equal(wanted, s) for s in seen if s.shape == wanted.shape)
-    for handle in handles:
-        handle.remove()
 
 
 def test_a_weight_used_twice_in_one_graph() -> None:
@@ -154,47 +159,25 @@ def test_a_weight_used_twice_in_one_graph() -> None:
     assert_all_equal([dx, dw], [dx_wanted, dw_outer + dw_inner])
 
 
-def test_the_gradient_of_the_bias_alone_releases_the_cast_of_the_weight() -> None:
-    module = linear(N, K, bias=True)
-    y = module(randn(5, K, grad=True)).sum()
-    assert module.weight.cache.nbytes() > 0
-    torch.autograd.grad(y, module.bias)
-    assert module.weight.cache.nbytes() == 0
-
-
-@pytest.mark.parametrize("frozen", [False, True])
-def test_saves_fp8_columnwise_x_and_nothing_of_its_size(frozen: bool, device: torch.device) -> None:
-    module = linear(256, 384, bias=True, frozen=frozen, device=device)
-    x = randn(2, 150, 384, device=device, grad=True)
-    saved = saved_by(lambda: module(x * 1)[0])
-    seen = [(type(t).__name__, t.dtype, tuple(t.shape)) for t in saved]
-    if frozen:  # no wgrad, so no x; dgrad reads the bytes of the weight
-        wanted = [("Tensor", torch.float8_e4m3fn, (256, 384)), ("Tensor", torch.float32, (2, 3))]
-    else:
-        wanted = [
-            ("Tensor", torch.float8_e4m3fn, (384, 304)),  # tokens in whole vectors
-            ("Tensor", torch.float32, (3, 3)),
-            ("BlockwiseFP8Weight", torch.bfloat16, (256, 384)),
-        ]
-        data, scale, weight = saved
-        assert weight is module.weight or weight.master is module.weight.master
-        want = quantize(x.detach()).columnwise()
-        assert torch.equal(data.view(torch.uint8), want.data.view(torch.uint8))
-        assert torch.equal(scale, want.scale)
-        assert data.untyped_storage().nbytes() == 384 * 304
-        assert scale.untyped_storage().nbytes() in (44, 48)  # rows of 16 bytes
-    assert seen == wanted
-
-
-def test_saves_no_x_without_wgrad_and_no_weight_without_dgrad() -> None:
-    module = linear(256, 384)
-    assert [t.dtype for t in saved_by(lambda: module(randn(4, 384)))] == [
-        torch.float8_e4m3fn,
-        torch.float32,
-    ]
+def test_what_is_saved(device: torch.device) -> None:
+    """Nothing of the size of x in high precision; no x without wgrad, no weight without dgrad."""
+    x = randn(2, 150, 384, device=device)
+    leaf = x.clone().requires_grad_()
+    module, frozen = (linear(256, 384, bias=True, frozen=f, device=device) for f in (False, True))
+    data, scale, weight = saved_by(lambda: module(leaf * 1)[0])
+    assert weight is module.weight or weight.master is module.weight.master
+    want = quantize(x).columnwise()
+    assert_same_bytes(data, want.data)
+    assert_same_bytes(scale, want.scale)
+    assert data.untyped_storage().nbytes() == 384 * 304  # tokens in whole vectors
+    assert scale.untyped_storage().nbytes() in (44, 48)  # rows of 16 bytes
+    assert [t.dtype for t in saved_by(lambda: module(x))] == [data.dtype, scale.dtype]
+    saved = saved_by(lambda: frozen(leaf * 1)[0])  # dgrad reads the bytes of the weight
+    of_weight = [(data.dtype, (256, 384)), (scale.dtype, (2, 3))]
+    assert [(t.dtype, t.shape) for t in saved] == of_weight
     module.weight.requires_grad_(False)
-    assert saved_by(lambda: module(randn(4, 384, grad=True))) == [module.weight]
-    assert saved_by(lambda: module(randn(4, 384))) == []
+    assert saved_by(lambda: module(leaf)) == [module.weight]
+    assert saved_by(lambda: [module(x), frozen(x)]) == []
 
 
 def test_a_saved_weight_may_come_back_plain() -> None:
