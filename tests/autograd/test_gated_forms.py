@@ -29,22 +29,33 @@ def inputs(rows: int, grad: bool = True, **options: Any) -> Tensor:
     return randn(rows, K, seed=5, grad=grad, **options)
 
 
-def test_what_runs() -> None:
+PRODUCT = "gemm 1x128 128x128"  # dgrad and wgrad alike
+OF_WEIGHT, OF_GRAD = "quantize_with_transpose 128x128", "quantize_both 1x128"
+OF_X = f"{OF_GRAD} 128x128"
+TO_H = [OF_X, OF_WEIGHT, PRODUCT, OF_WEIGHT, PRODUCT, "gated silu 1x128"]
+TO_DH = [OF_GRAD, PRODUCT, "gated silu 128x128", PRODUCT]
+OF_BOTH = "gated_backward silu 1x128 1x128"
+# name: the kind, whether it is recomputed, the ops of forward and of backward
+RUNS: dict[str, tuple[Kind, bool, list[str], list[str]]] = {
+    "MLP": (KINDS["MLP"], False, [*TO_H, OF_WEIGHT, PRODUCT], [*TO_DH, OF_BOTH, *[PRODUCT] * 4]),
+    "MLP, recompute": (
+        *(KINDS["MLP"], True, [*TO_H, OF_WEIGHT, PRODUCT]),
+        [*TO_DH, OF_BOTH, PRODUCT, PRODUCT, "gated silu 1x128 1x128", PRODUCT, PRODUCT],
+    ),
+    "joint": (
+        *(JOINT, False),
+        [OF_X, OF_WEIGHT, PRODUCT, "gated silu 1x128 128x128", OF_WEIGHT, PRODUCT],
+        [OF_GRAD, PRODUCT, PRODUCT, f"joint_{OF_BOTH}", PRODUCT, PRODUCT],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_what_runs(name: str) -> None:
     """One cast of x and one of dy; all others are made where the values are computed."""
-    of_weight, product = "quantize_with_transpose 128x128", "gemm 1x128 128x128"
-    assert_trace(
-        fused,
-        inputs(70),
-        *weights(),
-        forward=[
-            *("quantize_both 1x128 128x128", of_weight, product, of_weight, product),
-            *("gated silu 1x128", of_weight, product),
-        ],
-        backward=[
-            *("quantize_both 1x128", product, "gated silu 128x128", product),
-            *("gated_backward silu 1x128 1x128", *[product] * 4),
-        ],
-    )
+    kind, recompute, forward, backward = RUNS[name]
+    run = functools.partial(kind.fused, recompute=recompute)
+    assert_trace(run, inputs(70), *kind.weights(), forward=forward, backward=backward)
 
 
 def test_h_of_gelu_is_saved() -> None:
@@ -80,20 +91,6 @@ def test_large_gradients_are_made_one_after_the_other(
         y.backward(randn(*y.shape))
     assert trace.ops.count(f"blocktensor.gated {activation} 1x128 1x128") == is_large
     assert trace.ops.count(f"blocktensor.gated_backward {activation} 1x128 1x128") == 1
-
-
-def test_recompute_makes_one_gradient_after_the_other() -> None:
-    product = "gemm 1x128 128x128"  # dgrad and wgrad alike
-    assert_trace(
-        functools.partial(fused, recompute=True),
-        inputs(70),
-        *weights(),
-        backward=[
-            *("quantize_both 1x128", product, "gated silu 128x128", product),
-            *("gated_backward silu 1x128 1x128", product, product),
-            *("gated silu 1x128 1x128", product, product),
-        ],
-    )
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
@@ -154,26 +151,6 @@ def test_backward_of_both_frees_what_it_has_read(monkeypatch: pytest.MonkeyPatch
         JOINT.fused(inputs(rows), *JOINT.weights(), recompute=recompute).backward(randn(rows, N))
     of_down, of_both = [(rows, 256), (rows, 512)], []
     assert seen == [of_down, of_both] * 2
-
-
-def test_what_runs_for_both() -> None:
-    assert_trace(
-        JOINT.fused,
-        inputs(70),
-        *JOINT.weights(),
-        forward=[
-            *(
-                "quantize_both 1x128 128x128",
-                "quantize_with_transpose 128x128",
-                "gemm 1x128 128x128",
-            ),
-            *("gated silu 1x128 128x128", "quantize_with_transpose 128x128", "gemm 1x128 128x128"),
-        ],
-        backward=[
-            *("quantize_both 1x128", "gemm 1x128 128x128", "gemm 1x128 128x128"),
-            *("joint_gated_backward silu 1x128 1x128", *["gemm 1x128 128x128"] * 2),
-        ],
-    )
 
 
 @whether_recomputed
