@@ -68,29 +68,30 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def test_what_tells_inputs_weights_and_biases_apart() -> None:
-    w, bias = weight(), randn(N)
-    assert_apart(plan, [(laid_out(X), w) for laid_out in LAYOUTS.values()])
-    calls = [
-        (X, w),
-        (X, weight().requires_grad_(False)),
-        (X, weight(N + 128)),
-        (X, weight(scale="power_of_two")),
-        (X.float(), weight(dtype=torch.float32)),
-        (X, w, bias),
-        (X, w, bias.clone().requires_grad_()),
-        (X, w, unaligned(bias)),
-        (X, w, bias.repeat(2)[::2].copy_(bias)),
-        (X, w, None, Recipe()),
-    ]
-    assert_apart(plan, calls)
-
-
-def test_recipes_tell_frozen_weights_apart() -> None:
-    recipes = Recipe(), Recipe(batch_invariant=True), Recipe(wgrad_input="1x128")
+def test_what_tells_operands_apart() -> None:
+    w, bias, shared, values = weight(), randn(N), quantize(X), randn(K, K)
+    wide, powers = randn(K, 2 * K), Recipe(scale="power_of_two")
+    masters = values, values.t(), wide[:, ::2], unaligned(values)
+    recipes = Recipe(), Recipe(batch_invariant=True), ROWS
     frozen = [linear(N, K, recipe=r, frozen=True).weight for r in recipes]
-    made = assert_apart(plan, [(X, w) for w in frozen])
-    assert [each.batch_invariant for each in made] == [False, True, False]
+    both, moved = frozen[0].relabel(), frozen[0].relabel()
+    both.columnwise_data, both.columnwise_scale, _ = frozen[0].columnwise()
+    moved.rowwise_data = unaligned(moved.rowwise_data.view(torch.int8)).view(torch.float8_e4m3fn)
+    calls = [
+        *[(laid_out(X), w) for laid_out in LAYOUTS.values()],
+        *[(X, BlockwiseFP8Weight(master).requires_grad_()) for master in masters],
+        *[(X, weight().requires_grad_(False)), (X, weight(scale="power_of_two"))],
+        (X.float(), weight(dtype=torch.float32)),
+        *[(X, w, bias), (X, w, bias.clone().requires_grad_()), (X, w, unaligned(bias))],
+        *[(X, w, bias.repeat(2)[::2].copy_(bias)), (X, w, None, Recipe())],
+        *[(X, each) for each in (*frozen, both, moved)],
+        (X, BlockwiseFP8Tensor.from_values(randn(N, K), (128, 128), powers)),
+        *[(shared, weight()), (shared.detach().requires_grad_(), weight()), (shared, frozen[0])],
+        (quantize(X, powers), weight(scale="power_of_two")),
+    ]
+    made = assert_apart(plan, calls)
+    assert plan(quantize(-X), weight()) is made[-4]
+    assert [plan(X, each).batch_invariant for each in frozen] == [False, True, False]
 
 
 def test_what_tells_surroundings_apart(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,13 +172,6 @@ def test_which_recorded_forwards_cast_the_weight(monkeypatch: pytest.MonkeyPatch
 
 
 @records
-def test_masters_of_other_layouts_are_planned_apart() -> None:
-    values, wide = randn(K, K), randn(K, 2 * K)
-    masters = (values, values.t(), wide[:, ::2], unaligned(values))
-    assert_apart(plan, [(X, BlockwiseFP8Weight(m).requires_grad_()) for m in masters])
-
-
-@records
 def test_a_recorded_forward_holds_its_cast() -> None:
     w, x = weight(K), X.clone().requires_grad_()
     y = functional.linear(x, w)
@@ -214,28 +208,6 @@ def test_small_linears_run_backward_as_one_sequence(
     monkeypatch.setattr(plans, "LARGE_BYTES", 2 * 4097)
     made = plan(randn(*x), BlockwiseFP8Weight(randn(*w)).requires_grad_())
     assert made.records_backward == records
-
-
-def test_what_tells_fp8_operands_apart() -> None:
-    x, values = quantize(X), randn(N, K)
-    powers = Recipe(scale="power_of_two")
-    frozen = BlockwiseFP8Tensor.from_values(values, (128, 128))
-    moved = BlockwiseFP8Tensor(
-        frozen.rowwise()._replace(
-            data=unaligned(frozen.rowwise_data.view(torch.int8)).view(torch.float8_e4m3fn)
-        ),
-        None, shape=frozen.shape, dtype=frozen.dtype,
-    )  # fmt: skip
-    both = frozen.relabel()
-    both.columnwise_data, both.columnwise_scale, _ = frozen.columnwise()
-    calls = [
-        *[(x, weight()), (x.detach().requires_grad_(), weight()), (x, frozen)],
-        *[(X, frozen), (X, moved), (X, both), (X, weight())],
-        (quantize(X, powers), weight(scale="power_of_two")),
-        (X, BlockwiseFP8Tensor.from_values(values, (128, 128), powers)),
-    ]
-    assert_apart(plan, calls)
-    assert plan(quantize(-X), weight()) is plan(*calls[0])
 
 
 def test_inputs_of_one_kind_may_hold_other_forms() -> None:
@@ -324,11 +296,16 @@ def test_a_forward_and_a_backward(wgrad_input: str, shape: tuple[int, ...], bias
     assert_trace(module, randn(*shape), backward=others)
 
 
-@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
-def test_without_gradients_x_is_cast_rowwise_only(mode: Callable[[], Any]) -> None:
-    module, x = linear(256, 384, frozen=True), randn(5, 384)
-    with mode():
-        assert_trace(module, x, forward=["quantize_rowwise 1x128", PRODUCT])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_all_is_cast_rowwise_only(mode: Callable[[], Any]) -> None:
+    for frozen in (False, True):
+        of_weight = [] if frozen else ["quantize_rowwise 128x128"]
+        with mode():
+            assert_trace(
+                linear(256, 384, frozen=frozen),
+                randn(5, 384, grad=True),
+                forward=[*of_weight, "quantize_rowwise 1x128", PRODUCT],
+            )
 
 
 @pytest.mark.parametrize(
