@@ -103,6 +103,10 @@ def test_autocast_keeps_the_precision_of_an_fp8_inputs_gradient(device: torch.de
     assert not torch.equal(dx, dx.bfloat16().float())
     assert_matches(x.grad, dx)
     assert_matches(module.weight.grad, dw)
+    module.weight.requires_grad_(False)
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        y = module(functional.quantize(x))
+    assert_matches(torch.autograd.grad(y, x, grad)[0], dx)
 
 
 @pytest.mark.parametrize("autocast", [False, True])

@@ -10,9 +10,7 @@ from torch import Tensor, nn
 
 from blocktensor import (
     BlockwiseFP8Tensor,
-    BlockwiseFP8Weight,
     Recipe,
-    audit,
     convert,
     freeze,
     fuse,
@@ -106,36 +104,6 @@ def test_no_fp8_weight_lives_from_forward_to_backward() -> None:
     assert held < 4096 * 4096  # one weight in FP8 would be more than all activations
     y.sum().backward()
     assert all(layer.weight.cache.nbytes() == 0 for layer in layers)
-
-
-def test_sharing_is_left_to_the_compiler() -> None:
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.gate, self.up = (nn.Linear(DIM, 1536, bias=False) for _ in range(2))
-
-        def forward(self, x: Tensor) -> Tensor:
-            made: Tensor = self.gate(x) * self.up(x)
-            return made
-
-    torch.manual_seed(0)
-    two = Two().to("cuda", torch.bfloat16)
-    convert(two, skip_small=False)
-    assert isinstance(two.up.weight, BlockwiseFP8Weight)
-    share_inputs(two)
-    saved: list[Tensor] = []
-
-    def pack(t: Tensor) -> Tensor:
-        saved.append(t)
-        return t
-
-    compiled = torch.compile(two, fullgraph=True)
-    x = randn(256, DIM, device="cuda", grad=True)
-    compiled(x).sum().backward()
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        compiled(x)
-    casts = {t.data_ptr() for t in saved if t.shape == (DIM, 256) and t.itemsize == 1}
-    assert len(casts) == 1
 
 
 # Experts
@@ -254,12 +222,6 @@ def test_compiled_products_have_eager_s_bits() -> None:
     batches = [(tokens(sum(sizes)), ends(*sizes, device="cuda")) for sizes in groups]
     assert_as_eager(product, *batches, of=[module])
     assert graphs() <= 2
-
-
-def test_an_audit_finds_no_product_in_high_precision() -> None:
-    report = audit(experts(), tokens(), ends(*SIZES, device="cuda"))
-    assert report.marked == ()
-    assert "FP8: 100" in str(report)
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "gpt_oss"])

@@ -107,19 +107,6 @@ def test_gradients_of_adapters_are_those_of_the_dequantized_base(dora: bool) -> 
         assert relative(parameter.grad, wanted[name].grad) < bound, name
 
 
-def test_training_lowers_the_loss_and_leaves_the_base_alone() -> None:
-    model = base()
-    plain, made = adapted(dequantized(model)), adapted(model)
-    before = frozen_forms(made)
-    losses = []
-    for one in (made, plain):
-        optimizer = torch.optim.AdamW(trained(one).values(), lr=1e-2)
-        losses.append(losses_of(lambda one=one: loss_of(one), optimizer, steps=8))
-    assert losses[0][-1] < 0.8 * losses[0][0]
-    assert losses[0] == pytest.approx(losses[1], rel=0.02)
-    assert_unchanged(made, before)
-
-
 @pytest.mark.parametrize("safe", [False, True])
 def test_merging_into_a_frozen_base_is_refused(safe: bool) -> None:
     model = adapted(base(), up=0.02).eval()
@@ -187,32 +174,29 @@ READS_VALUES = {"PiSSA", "OLoRA"}
 """Adapters that write new values into the base, which a frozen one cannot take."""
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_adapters_on_a_base_that_keeps_its_masters(kind: str) -> None:
-    made = adapted(base(frozen=False), **KINDS[kind])
-    assert_no_marked_product(made, INPUTS)
-    losses = train(made, steps=3)
-    assert losses[2] < losses[1] < losses[0]
-    wanted, merged = loss_of(made), made.merge_and_unload()
-    for block in merged.blocks:
-        assert isinstance(block.up.weight, BlockwiseFP8Weight)
-    assert loss_of(merged).item() == pytest.approx(wanted.item(), rel=0.02)
+either_base = pytest.mark.parametrize("frozen", [False, True], ids=["trainable", "frozen"])
 
 
+@either_base
 @pytest.mark.parametrize("kind", KINDS)
-def test_adapters_on_a_frozen_base(kind: str) -> None:
-    if kind in READS_VALUES:
+def test_kinds_of_adapters(kind: str, frozen: bool) -> None:
+    if frozen and kind in READS_VALUES:
         with pytest.raises(NotImplementedError, match=r"values in FP8: call \.dequantize"):
             loss_of(adapted(base(), **KINDS[kind]))
         return
-    made = adapted(base(), **KINDS[kind])
+    made = adapted(base(frozen), **KINDS[kind])
     assert_no_marked_product(made, INPUTS)
-    if kind == "an adapted module saved whole":  # it trains a frozen weight
+    if frozen and kind == "an adapted module saved whole":  # it trains a frozen weight
         with pytest.raises(NotImplementedError, match=r"call blocktensor\.unfreeze\(model\) first"):
             train(made, steps=1)
-    else:
-        losses = train(made, steps=4)
-        assert losses[3] < losses[0]
+        return
+    losses = train(made, steps=3)
+    assert losses[2] < losses[1] < losses[0]
+    if not frozen:
+        wanted, merged = loss_of(made), made.merge_and_unload()
+        for block in merged.blocks:
+            assert isinstance(block.up.weight, BlockwiseFP8Weight)
+        assert loss_of(merged).item() == pytest.approx(wanted.item(), rel=0.02)
 
 
 def loss_of_moe(model: Any) -> Tensor:
@@ -220,7 +204,7 @@ def loss_of_moe(model: Any) -> Tensor:
     return loss
 
 
-@pytest.mark.parametrize("frozen", [False, True], ids=["trainable", "frozen"])
+@either_base
 @pytest.mark.parametrize("kind", ["deepseek", "qwen3", "mixtral", "glm4"])
 @pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match:RuntimeWarning")
 def test_all_linears_of_a_mixture_of_experts(kind: str, frozen: bool) -> None:
@@ -250,7 +234,7 @@ def test_all_linears_of_a_mixture_of_experts(kind: str, frozen: bool) -> None:
     assert course[3] < course[0]
 
 
-@pytest.mark.parametrize("frozen", [False, True], ids=["trainable", "frozen"])
+@either_base
 @pytest.mark.parametrize("kind", ["LoRA", "DoRA", "the head saved whole"])
 def test_unloading_gives_the_base_back(kind: str, frozen: bool) -> None:
     model = base(frozen)

@@ -81,19 +81,14 @@ class End(nn.Module):
         return functional.linear_cross_entropy(x.flatten(0, 1), head, target.flatten())
 
 
-class PlainEnd(End):
-    def loss(self, x: Tensor, target: Tensor) -> Tensor:
-        return F.cross_entropy(self.lm_head(x.flatten(0, 1)), target.flatten())
-
-
-def plain(end: type[End] = PlainEnd) -> Any:
+def plain() -> Any:
     torch.manual_seed(0)
-    return nn.Sequential(Begin(), Residual(MLP()), Residual(TitanMoE(3, K, HIDDEN)), end())
+    return nn.Sequential(Begin(), Residual(MLP()), Residual(TitanMoE(3, K, HIDDEN)), End())
 
 
 @functools.cache
 def _converted(dtype: torch.dtype, recipe: Recipe) -> nn.Sequential:
-    model = plain(End).to(dtype)
+    model = plain().to(dtype)
     report = convert(model, recipe, skip=["*.gate"], skip_small=False, convert_head=True)
     assert len(report.converted) == 11
     assert len(fuse(model).fused) == 2
@@ -200,16 +195,13 @@ class Pipeline:
         assert_bits([found[1][name] for name in names], [wanted[1][name] for name in names])
 
 
-@pytest.mark.parametrize(
-    ("dtype", "tokens"),
-    [*((torch.bfloat16, n) for n in (1, 127, 129, 384)), (torch.float32, 129)],
-    ids=str,
-)
 @pytest.mark.parametrize("name", SCHEDULES)
 @on_ranks(2, gpus=())
-def test_a_step(world: int, device: str, name: str, dtype: torch.dtype, tokens: int) -> None:
-    pipeline = Pipeline(name, build(dtype), scale_grads=False)
-    pipeline.assert_same(pipeline.step(tokens), wanted(name, tokens, dtype))
+def test_a_step(world: int, device: str, name: str) -> None:
+    sizes = [*((torch.bfloat16, n) for n in (1, 127, 129, 256)), (torch.float32, 129)]
+    for dtype, tokens in sizes:
+        pipeline = Pipeline(name, build(dtype), scale_grads=False)
+        pipeline.assert_same(pipeline.step(tokens), wanted(name, tokens, dtype))
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -249,7 +241,7 @@ def matmuls(run: Any, *args: Any) -> int:
 @on_ranks(2, gpus=())
 def test_as_many_matmuls_as_without_fp8(world: int, device: str, name: str, is_fused: bool) -> None:
     """Halves of a backward compute what they are asked for."""
-    model = plain(End).bfloat16()
+    model = plain().bfloat16()
     convert(model, skip=["*.gate"], skip_small=False, convert_head=True)
     assert not is_fused or len(fuse(model).fused) == 2
     sharing = share_inputs(model)
@@ -257,9 +249,7 @@ def test_as_many_matmuls_as_without_fp8(world: int, device: str, name: str, is_f
     pipeline.step(33)  # the first step of torch 2.13 begins with another forward
     found = torch.tensor(matmuls(pipeline.step, 33))
     dist.all_reduce(found)
-    # forward and two of backward, of twelve weights, for each microbatch
-    wanted = matmuls(one_by_one, plain().bfloat16(), 33)
-    assert wanted == 3 * 12 * MICROBATCHES
+    wanted = 3 * 12 * MICROBATCHES  # forward and two of backward, of twelve weights
     # torch 2.11 gives the half for weights a copy of the gradient: that of h is computed again
     again = 2 * MICROBATCHES if is_fused and name == SPLIT and torch.__version__ < (2, 13) else 0
     assert found == wanted + again

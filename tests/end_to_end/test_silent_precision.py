@@ -28,11 +28,8 @@ X = randn(6, K, dtype=torch.float32)
 Way = Callable[[nn.Linear, Tensor], Any]
 
 
-def lora(m: nn.Linear) -> Tensor:
-    b, a = randn(N, 2, seed=1, dtype=torch.float32), randn(2, K, seed=2, dtype=torch.float32)
-    delta = (b[:, :, None] * a).sum(1)
-    delta.requires_grad_()
-    return delta
+def delta() -> Tensor:
+    return randn(N, K, seed=1, dtype=torch.float32, grad=True)
 
 
 def jagged(x: Tensor) -> Tensor:
@@ -118,8 +115,8 @@ FP8: dict[str, Way] = {
     "detach": lambda m, x: F.linear(x, m.weight.detach()),
     "data": lambda m, x: F.linear(x, m.weight.data),
     "requires no grad": lambda m, x: m.requires_grad_(False)(x),
-    "W + delta": lambda m, x: F.linear(x, m.weight + lora(m)),
-    "delta + W": lambda m, x: F.linear(x, lora(m) + m.weight),
+    "W + delta": lambda m, x: F.linear(x, m.weight + delta()),
+    "delta + W": lambda m, x: F.linear(x, delta() + m.weight),
     "scaled": lambda m, x: F.linear(x, m.weight * 0.5),
     "masked": lambda m, x: F.linear(x, m.weight * (m.weight > 0)),
     "where": lambda m, x: F.linear(x, torch.where(m.weight > 0, m.weight, 0.0)),
