@@ -12,7 +12,6 @@ from expecttest import assert_expected_inline
 from torch import Tensor
 
 from blocktensor import BlockwiseFP8Weight, Recipe, functional, quantize
-from blocktensor.autograd import plan
 from blocktensor.overrides import dynamo
 from tests.support.compiling import afresh, graphs, instantiates
 from tests.support.gated import (
@@ -30,31 +29,21 @@ from tests.support.gated import (
     whether_recomputed,
 )
 from tests.support.groups import GROUPS, ends
+from tests.support.linear_ways import way_of_linears
 from tests.support.models import FP32_SCALES, POWER_OF_TWO, Trace, plain, randn
 from tests.support.refusals import Call, refused
 from tests.support.wgrad_inputs import HIGH, ROWS
 
-__all__ = ["afresh"]
+__all__ = ["afresh", "way_of_linears"]
 
 RECIPES = (FP32_SCALES, POWER_OF_TWO, ROWS, HIGH, Recipe(cache_weight=False))
-
-
-@pytest.fixture(params=["large", "small"])
-def way_of_casts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Treat all gradients as large, or none."""
-    way: str = request.param
-    if way == "large":
-        monkeypatch.setattr(plan, "LARGE_BYTES", 0)
-    monkeypatch.setattr(plan._PLANS, "_table", {})
-    return way
 
 
 @whether_recomputed
 @pytest.mark.parametrize("recipe", RECIPES, ids=range(len(RECIPES)))
 @every_kind
-def test_bits(
-    kind: Kind, recipe: Recipe, recompute: bool, device: torch.device, way_of_casts: str
-) -> None:
+@pytest.mark.usefixtures("way_of_linears")
+def test_bits(kind: Kind, recipe: Recipe, recompute: bool, device: torch.device) -> None:
     operands = kind.weights(recipe, device=device)
     kind.assert_same_bits(kind.inputs(device=device), operands, recompute=recompute)
 

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("way_of_linears")
 @pytest.mark.parametrize(
     ("size", "dtype"),
     [
-        ((300, 130, 70), torch.bfloat16),
+        ((2, 150, 130, 70), torch.bfloat16),
         ((128, 192, 576), torch.float16),
         ((5, 256, 384), torch.float32),
         ((1, 1, 1), torch.bfloat16),
@@ -38,20 +38,26 @@ pytestmark = pytest.mark.usefixtures("way_of_linears")
     ids=str,
 )
 def test_only_the_weights_gradient_is_another(
-    size: tuple[int, int, int], dtype: torch.dtype, recipe: Recipe, device: torch.device
+    size: tuple[int, ...], dtype: torch.dtype, recipe: Recipe, device: torch.device
 ) -> None:
-    m, n, k = size
+    *tokens, n, k = size
     module, usual = (
         linear(n, k, recipe=made, bias=True, dtype=dtype, device=device)
         for made in (recipe, Recipe(scale=recipe.scale))
     )
-    x, grad = (randn(m, c, seed=c, dtype=dtype, device=device) for c in (k, n))
+    x, grad = (randn(*tokens, c, seed=c, dtype=dtype, device=device) for c in (k, n))
     for _ in range(3):  # a later call may be a recorded one
         y, dx, dw, db = grads_of(module, x, grad)
         want = grads_of(usual, x, grad)
         for got, same in ((y, want[0]), (dx, want[1]), (db, want[3])):
             assert torch.equal(got, same)
-        assert_matches(dw, wgrad(grad, x, recipe, dtype))
+        assert_matches(dw, wgrad(grad.flatten(0, -2), x.flatten(0, -2), recipe, dtype))
+    y = module(x.requires_grad_())
+    for leaf, wanted in ((module.weight, dw), (x, dx)):
+        (alone,) = torch.autograd.grad(y, [leaf], grad, retain_graph=True)
+        assert torch.equal(alone, wanted)
+    module.weight.requires_grad_(False)
+    assert torch.equal(grads_of(module, x, grad)[1], dx)
 
 
 @every_recipe
@@ -69,21 +75,6 @@ def test_kinds_of_linears_are_told_apart(recipe: Recipe) -> None:
         asked = linear(130, 70, recipe=Recipe(scale=recipe.scale))
         functional.linear(x, asked.weight, recipe=other).backward(grad)
         assert torch.equal(asked.weight.grad, want)
-
-
-@every_recipe
-def test_leading_dimensions_and_gradients_of_the_weight_alone(recipe: Recipe) -> None:
-    module = linear(130, 70, recipe=recipe)
-    x, grad = randn(2, 150, 70), randn(2, 150, 130, seed=3)
-    flat = wgrad(grad.flatten(0, 1), x.flatten(0, 1), recipe, torch.bfloat16)
-    _, dx, dw = grads_of(module, x, grad)
-    assert torch.equal(dw, flat)
-    y = module(x.requires_grad_())
-    for leaf, wanted in ((module.weight, flat), (x, dx)):
-        (alone,) = torch.autograd.grad(y, [leaf], grad, retain_graph=True)
-        assert torch.equal(alone, wanted)
-    frozen = linear(130, 70, recipe=recipe, frozen=True)
-    assert torch.equal(grads_of(frozen, x.detach(), grad)[1], dx)
 
 
 @pytest.mark.parametrize("backward_too", [False, True])
