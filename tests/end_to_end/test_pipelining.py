@@ -18,10 +18,10 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.distributed.tensor import DTensor
 
-from blocktensor import Recipe, convert, functional, fuse, share_inputs
+from blocktensor import convert, functional, fuse, share_inputs
 from tests.support.linear_ways import WAYS, run_linears
 from tests.support.mlps import MLP, K
-from tests.support.models import FP32_SCALES, Trace
+from tests.support.models import Trace
 from tests.support.moe_models import TitanMoE
 from tests.support.ranks import on_ranks, shared_mesh
 from tests.support.steps import assert_bits
@@ -87,24 +87,24 @@ def plain() -> Any:
 
 
 @functools.cache
-def _converted(dtype: torch.dtype, recipe: Recipe) -> nn.Sequential:
+def _converted(dtype: torch.dtype) -> nn.Sequential:
     model = plain().to(dtype)
-    report = convert(model, recipe, skip=["*.gate"], skip_small=False, convert_head=True)
+    report = convert(model, skip=["*.gate"], skip_small=False, convert_head=True)
     assert len(report.converted) == 11
     assert len(fuse(model).fused) == 2
     return model
 
 
-def build(dtype: torch.dtype = torch.bfloat16, recipe: Recipe = FP32_SCALES) -> Any:
+def build(dtype: torch.dtype = torch.bfloat16) -> Any:
     """Return four blocks."""
-    model = copy.deepcopy(_converted(dtype, recipe))
+    model = copy.deepcopy(_converted(dtype))
     assert any("mix" in group.linears for group in share_inputs(model).groups)
     return model
 
 
-def batch(tokens: int, seed: int) -> Tensor:
+def batch(tokens: int) -> Tensor:
     """Tokens and targets, a row for each microbatch."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     return torch.randint(VOCABULARY, (2, MICROBATCHES, tokens), generator=generator)
 
 
@@ -117,19 +117,14 @@ def _whole(grad: Tensor | None) -> Tensor | None:
     return grad.full_tensor() if isinstance(grad, DTensor) else grad
 
 
-def one_by_one(model: Any, tokens: int, seed: int = 0, last_first: bool = False) -> Results:
-    """Run the microbatches one after another in this process."""
-    losses = []
+@functools.cache
+def _wanted(dtype: torch.dtype, tokens: int, last_first: bool) -> Results:
+    model, losses = build(dtype), []
     order = slice(None, None, -1 if last_first else 1)
-    for x, target in [*zip(*(t.split(1) for t in batch(tokens, seed)), strict=True)][order]:
+    for x, target in [*zip(*(t.split(1) for t in batch(tokens)), strict=True)][order]:
         losses.append(model[-1].loss(model(x), target))
         losses[-1].backward()
     return results(model, losses[order])
-
-
-@functools.cache
-def _wanted(dtype: torch.dtype, tokens: int, last_first: bool) -> Results:
-    return one_by_one(build(dtype), tokens, last_first=last_first)
 
 
 def wanted(name: str, tokens: int, dtype: torch.dtype = torch.bfloat16) -> Results:
@@ -174,8 +169,8 @@ class Pipeline:
         of_name: Any = get_schedule_class(name)
         self.schedule = of_name(given, MICROBATCHES, loss_fn=model[-1].loss, **options)
 
-    def step(self, tokens: int, seed: int = 0) -> Results:
-        x, target = batch(tokens, seed)
+    def step(self, tokens: int) -> Results:
+        x, target = batch(tokens)
         losses: list[Tensor] = []
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -198,7 +193,9 @@ class Pipeline:
 @pytest.mark.parametrize("name", SCHEDULES)
 @on_ranks(2, gpus=())
 def test_a_step(world: int, device: str, name: str) -> None:
-    sizes = [*((torch.bfloat16, n) for n in (1, 127, 129, 256)), (torch.float32, 129)]
+    sizes = [(torch.bfloat16, 129), (torch.float32, 129)]
+    if name == SPLIT:  # no schedule knows how many tokens there are
+        sizes += [(torch.bfloat16, n) for n in (1, 127, 256)]
     for dtype, tokens in sizes:
         pipeline = Pipeline(name, build(dtype), scale_grads=False)
         pipeline.assert_same(pipeline.step(tokens), wanted(name, tokens, dtype))
