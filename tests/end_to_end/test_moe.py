@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from blocktensor import BlockwiseFP8Weight, audit, convert, functional
 from tests.support.models import randn
 from tests.support.moe_models import TOKENS, GroupedExperts, TitanMoE, transformers_moe
+from tests.support.numeric import relative_error
 from tests.support.ranks import on_ranks
 from tests.support.sharded import mesh_of
 from tests.support.steps import assert_bits, step
@@ -24,11 +25,6 @@ needs_transformers = pytest.mark.skipif(
     not importlib.util.find_spec("transformers"), reason="needs transformers"
 )
 KINDS = ("qwen3", "mixtral", "deepseek", "gpt_oss", "llama4")
-
-
-def sqnr(got: Tensor, wanted: Tensor) -> float:
-    """In decibels."""
-    return (20 * torch.log10(wanted.norm() / (got - wanted).norm())).item()
 
 
 def stacks(model: nn.Module) -> dict[str, Any]:
@@ -49,15 +45,10 @@ class ByFunctional(GroupedExperts):
 X = randn(60, 128, dtype=torch.float32)
 
 
-def converted(before: bool = False) -> TitanMoE:
-    model = TitanMoE(before=before)
-    convert(model, skip_small=False, skip=["gate"])
-    return model
-
-
 @pytest.mark.parametrize("before", [False, True], ids=["", "transposed before the cast"])
 def test_torchtitan_s_experts_are_fp8_linears(before: bool) -> None:
-    model = converted(before)
+    model = TitanMoE(before=before)
+    convert(model, skip_small=False, skip=["gate"])
     twin = copy.deepcopy(model)
     twin.experts.__class__ = ByFunctional
     made, wanted = step(model, X), step(twin, X)
@@ -86,11 +77,12 @@ def test_transformers_experts_run_in_fp8(kind: str, implementation: str) -> None
         loss = made(TOKENS, labels=TOKENS).loss
         loss.backward()
         losses.append(loss.item())
-    assert losses[1] == pytest.approx(losses[0], rel=2e-3)
+    assert losses[1] == pytest.approx(losses[0], rel=4e-4)
     assert losses[1] != losses[0]
     for name, w in stacks(model).items():
         assert isinstance(w, BlockwiseFP8Weight)
-        assert 12 < sqnr(w.grad, ordinary.get_parameter(name).grad) < 60  # FP8, and the right ones
+        error = relative_error(w.grad, ordinary.get_parameter(name).grad)
+        assert 0.05 < error < (0.2 if kind == "gpt_oss" else 0.072)  # FP8, and the right ones
         casts = [w.cache.casts, *(cache.casts for cache in w.cache.parts())]
         assert max(casts) == 1
         assert w.cache.nbytes() == 0
@@ -98,24 +90,6 @@ def test_transformers_experts_run_in_fp8(kind: str, implementation: str) -> None
     of_experts = [p for p in found.entries if p.module.endswith("experts")]
     assert {p.precision for p in of_experts} == {"FP8"}
     assert {p.kind for p in of_experts} == {"fprop", "dgrad", "wgrad"}
-
-
-@needs_transformers
-@pytest.mark.parametrize("kind", ["qwen3", "gpt_oss"])
-def test_implementations_of_transformers_agree(kind: str) -> None:
-    model = transformers_moe(kind, "grouped_mm")
-    convert(model, skip_small=False)
-    losses, gradients = [], []
-    for implementation in ("grouped_mm", "eager"):
-        model.set_experts_implementation(implementation)
-        model.zero_grad()
-        loss = model(TOKENS, labels=TOKENS).loss
-        loss.backward()
-        losses.append(loss.item())
-        gradients.append([w.grad for w in stacks(model).values()])
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-    for a, b in zip(*gradients, strict=True):
-        assert sqnr(a, b) > 25  # sums in another order may round to another e4m3 number
 
 
 @needs_transformers
