@@ -87,10 +87,10 @@ def test_what_tells_operands_apart() -> None:
         *[(X, each) for each in (*frozen, both, moved)],
         (X, BlockwiseFP8Tensor.from_values(randn(N, K), (128, 128), powers)),
         *[(shared, weight()), (shared.detach().requires_grad_(), weight()), (shared, frozen[0])],
-        (quantize(X, powers), weight(scale="power_of_two")),
+        *[(quantize(X, powers), weight(scale="power_of_two")), (quantize(X, ROWS), frozen[0])],
     ]
     made = assert_apart(plan, calls)
-    assert plan(quantize(-X), weight()) is made[-4]
+    assert plan(quantize(-X), weight()) is made[-5]
     assert [plan(X, each).batch_invariant for each in frozen] == [False, True, False]
 
 
