@@ -21,13 +21,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import functional_call
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
 from blocktensor import BlockwiseFP8Weight, Recipe, functional
-from tests.support.models import assert_twins, linear, pair, plain, randn
+from tests.support.models import RECIPES, assert_twins, linear, pair, plain, randn
 from tests.support.writes import COUNTED, SWAPS, UNCOUNTED, Write
 
 N, K = 128, 192
@@ -168,16 +168,17 @@ def wait_for_graphs_of(weight: Tensor) -> None:
 class Player:
     """A model, and the moves of one random sequence."""
 
-    def __init__(self, seed: int, device: torch.device, recipe: Recipe) -> None:
-        self.choice, self.recipe = random.Random(seed), recipe
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self.choice = random.Random(seed)
+        policy: Any = self.choice.choice(["backward", False])
+        self.recipe = Recipe(self.choice.choice(RECIPES).scale, cache_weight=policy)
+        options: Any = {"dtype": torch.float32, "device": device, "recipe": self.recipe}
         pairs = zip(WIDTHS[1:], WIDTHS, strict=False)
-        layers = [linear(*s, dtype=torch.float32, device=device, recipe=recipe) for s in pairs]
-        self.layers = layers
-        self.optimizer = self.choice.choice(OPTIMIZERS)([m.weight for m in layers])
+        self.model = nn.Sequential(*(linear(*s, **options) for s in pairs))
+        self.optimizer = self.choice.choice(OPTIMIZERS)([*self.model.parameters()])
         self.waiting: list[tuple[Tensor, int]] = []
         self.device, self.writes, self.seen = device, 0, Counter[str]()
-        found = [w for w in WRITES if device.type == "cpu" or w not in CPU_ONLY]
-        self.writable = found
+        self.writable = [w for w in WRITES if device.type == "cpu" or w not in CPU_ONLY]
 
     def x(self) -> Tensor:
         seed = self.choice.randrange(1000)
@@ -185,16 +186,11 @@ class Player:
 
     def check(self, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         wanted = x.detach()
-        for layer in self.layers:
+        for layer in self.model:
             wanted = functional.linear(wanted, plain(layer.weight).clone(), recipe=self.recipe)
         y = run(x)
         assert torch.equal(y, wanted), self.seen
         return y
-
-    def model(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
 
     def move(self) -> None:
         moves = {"write": 5, "forward": 4, "backward": 4, "step": 1, "evaluate": 2, "view": 1}
@@ -205,7 +201,7 @@ class Player:
     def write(self) -> None:
         name = self.choice.choice(self.writable)
         self.seen[name] += 1
-        layer = self.choice.choice(self.layers)
+        layer = self.choice.choice(self.model)
         if name in SWAPS:
             self.waiting.clear()
             wait_for_graphs_of(layer.weight)
@@ -243,22 +239,15 @@ class Player:
             self.check(self.model, self.x())
 
     def view(self) -> None:
-        (first, last), x = self.layers, self.x()
+        (first, last), x = self.model, self.x()
         with torch.no_grad():
             hidden = F.linear(x, self.choice.choice([first.weight[:], first.weight.t().t()]))
             self.check(lambda _: hidden @ last.weight.t(), x)
 
 
-def play(seed: int, device: torch.device) -> None:
-    rng = random.Random(seed)
-    scale, policy = rng.choice(["fp32", "power_of_two"]), rng.choice(["backward", False])
-    recipe = Recipe(scale=scale, cache_weight=policy)  # type: ignore[arg-type]
-    player = Player(seed, device, recipe)
-    for _ in range(14):
-        player.move()
-
-
 @pytest.mark.usefixtures("group")
 def test_no_forward_is_stale(device: torch.device) -> None:
     for seed in range(SEQUENCES):
-        play(seed, device)
+        player = Player(seed, device)
+        for _ in range(14):
+            player.move()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,20 +24,17 @@ def new(module: nn.Linear) -> Tensor:
     return randn(*weight.shape, seed=11, dtype=weight.dtype, device=weight.device)
 
 
-def within(mode: Callable[[], Any]) -> Callable[[Write], Write]:
+def no_grad(change: Write, mode: Callable[[], Any] = torch.no_grad) -> Write:
     """Change under ``mode``."""
 
-    def wrap(change: Write) -> Write:
-        def run(module: nn.Linear) -> None:
-            with mode():
-                change(module)
+    def run(module: nn.Linear) -> None:
+        with mode():
+            change(module)
 
-        return run
-
-    return wrap
+    return run
 
 
-no_grad, inference = within(torch.no_grad), within(torch.inference_mode)
+inference = partial(no_grad, mode=torch.inference_mode)
 
 
 def held(view: Callable[[Tensor], Tensor]) -> Write:
