@@ -3,53 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from blocktensor import Recipe, convert, freeze, functional, fuse
+from blocktensor import Recipe, functional, fuse
 from blocktensor.ops.gemm import ops
-from tests.support.mlps import MLP, K
-from tests.support.models import randn
+from tests.support.mlps import MLP, K, converted
+from tests.support.models import linear, randn
 from tests.support.reference_ops import Watched
 
 INVARIANT = Recipe(batch_invariant=True)
 
 
-def converted(module: nn.Module, like: Tensor) -> nn.Module:
-    for i, parameter in enumerate(module.parameters()):
-        parameter.data.copy_(randn(*parameter.shape, seed=i))
-    convert(module.to(like.device, torch.bfloat16), INVARIANT, skip_small=False)
-    return module
+def made(like: Tensor, **options: Any) -> nn.Linear:
+    return linear(2048, like.shape[1], recipe=INVARIANT, device=like.device, **options)
 
 
-def weight(rows: int, like: Tensor) -> Tensor:
-    return randn(rows, like.shape[-1], seed=1, device=like.device, grad=True)
-
-
-def frozen(x: Tensor) -> nn.Module:
-    model = converted(nn.Linear(x.shape[1], 2048, bias=False), x)
-    freeze(model)
-    return model
+def weight(like: Tensor) -> Tensor:
+    return randn(2048, like.shape[1], seed=1, device=like.device, grad=True)
 
 
 def fused(x: Tensor) -> Tensor:
-    model = converted(MLP(), x)
+    model = converted(MLP(), INVARIANT).to(x.device)
     fuse(model)
     return model(x[:, :K].contiguous())
 
 
 def cross_entropy(x: Tensor) -> Tensor:
     target = torch.arange(len(x)) % 2048
-    return functional.linear_cross_entropy(x, weight(2048, x), target, recipe=INVARIANT)
+    return functional.linear_cross_entropy(x, weight(x), target, recipe=INVARIANT)
 
 
 CALLS: dict[str, Callable[[Tensor], Tensor]] = {
-    "module": lambda x: converted(nn.Linear(x.shape[1], 2048), x)(x),
-    "frozen module": lambda x: frozen(x)(x),
-    "mm": lambda x: x @ frozen(x).weight.t(),
-    "function": lambda x: functional.linear(x, weight(2048, x), recipe=INVARIANT),
+    "module": lambda x: made(x, bias=True)(x),
+    "frozen module": lambda x: made(x, frozen=True)(x),
+    "mm": lambda x: x @ made(x, frozen=True).weight.t(),
+    "function": lambda x: functional.linear(x, weight(x), recipe=INVARIANT),
     "fused MLP": fused,
 }
 
@@ -77,5 +69,5 @@ def test_rows_keep_their_bits(name: str) -> None:
 @pytest.mark.gpu
 def test_without_it_they_do_not() -> None:
     x = randn(4096, 7168, device="cuda")
-    w = weight(2048, x)
+    w = weight(x)
     assert not torch.equal(functional.linear(x[:64], w), functional.linear(x, w)[:64])

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -186,13 +187,11 @@ class History:
         return seen
 
     def called(self, part: nn.Module, how: str, x: Tensor) -> Tensor:
-        if how in ("checkpoint", "reentrant"):
-            made: Tensor = checkpoint(part, x, use_reentrant=how == "reentrant")
-            return made
         if how == "compiled":
             part.compile(backend="aot_eager")
-        result: Tensor = part(x)
-        return result
+        again = partial(checkpoint, part, use_reentrant=how == "reentrant")
+        made: Tensor = (again if how in ("checkpoint", "reentrant") else part)(x)
+        return made
 
     def hooked(self, y: Tensor, hook: str, i: int, seen: dict[str, Tensor], x: Tensor) -> Tensor:
         def keep(name: str, g: Tensor | None) -> None:
@@ -226,7 +225,8 @@ class History:
         # checkpoints and donated buffers allow one whole backward alone
         once = "reentrant" in self.runs or "compiled" in self.runs
         chosen = [t for i, (_, t) in enumerate(names) if self.chosen >> i & 1] or [names[0][1]]
-        if self.backward == "whole" or once:
+        splits = self.backward == "split" and self.hooks[-1] != "twice" and not self.head
+        if once:
             y.backward(grad)
         elif self.backward == "inputs":
             y.backward(grad, inputs=chosen, retain_graph=True)
@@ -238,7 +238,7 @@ class History:
         elif self.backward == "twice":
             y.backward(grad, retain_graph=True)
             y.backward(grad)
-        elif self.backward == "split" and self.hooks[-1] != "twice" and not self.head:
+        elif splits:
             weights = [t for name, t in names if name != "x"]
             (dx,), groups = stage_backward_input([y], [grad], [start], iter(weights))
             assert dx is not None

@@ -37,12 +37,11 @@ dynamo.announce()
 compiled = functools.partial(torch.compile, fullgraph=True, backend="aot_eager")
 
 
-def fused(*operands: Tensor) -> Tensor:
-    return functional.gated_mlp(*operands)
+def fused(*operands: Tensor, **options: Any) -> Tensor:
+    return functional.gated_mlp(*operands, **options)
 
 
-def recomputed(*operands: Tensor) -> Tensor:
-    return functional.gated_mlp(*operands, recompute=True)
+recomputed = functools.partial(fused, recompute=True)
 
 
 def checkpointed(*operands: Tensor) -> Tensor:

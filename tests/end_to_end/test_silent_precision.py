@@ -145,7 +145,7 @@ FP8: dict[str, Way] = {
     "3-D input": lambda m, x: m(x[None]),
     "vector input": lambda m, x: m(x[0]),
     "no_grad": no_grad(lambda m, x: m(x)),
-    "no_grad: W + delta": no_grad(lambda m, x: F.linear(x, m.weight[:].detach())),
+    "no_grad: w[:]": no_grad(lambda m, x: F.linear(x, m.weight[:].detach())),
     "no_grad: aten.mm": no_grad(lambda m, x: torch.ops.aten.mm(x, m.weight.t())),
     "no_grad: aten.linear": no_grad(lambda m, x: torch.ops.aten.linear(x, m.weight)),
     "inference: aten.linear": no_grad(
