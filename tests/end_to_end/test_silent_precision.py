@@ -18,7 +18,7 @@ from torch.func import functional_call, grad, jacrev, jvp, stack_module_state, v
 from torch.nn.utils import parametrizations, parametrize, prune, weight_norm
 from torch.utils.checkpoint import checkpoint
 
-from blocktensor import Recipe, audit_step
+from blocktensor import audit_step
 from blocktensor.reports import AuditReport
 from tests.support.groups import ends
 from tests.support.models import linear, randn
@@ -160,6 +160,7 @@ FP8: dict[str, Way] = {
     "inference: parts": no_grad(lambda m, x: F.linear(x, m.weight[5:]), torch.inference_mode),
     "no_grad: jagged": no_grad(lambda m, x: m(jagged(x))),
 }
+FROZEN = ("call", "matmul", "left", "x @ w", "w[:]", "view", "reshape", "detach")
 
 ERRORS: dict[str, Way] = {
     "jagged": lambda m, x: m(jagged(x)),
@@ -210,8 +211,8 @@ DOCUMENTED: dict[str, Way] = {
 }
 
 
-def audited(way: Way, recipe: Recipe, frozen: bool = False) -> AuditReport:
-    module = linear(N, K, dtype=torch.float32, recipe=recipe, frozen=frozen)
+def audited(way: Way, frozen: bool = False) -> AuditReport:
+    module = linear(N, K, dtype=torch.float32, frozen=frozen)
 
     def step() -> None:
         out = way(module, X.clone().requires_grad_())
@@ -222,40 +223,32 @@ def audited(way: Way, recipe: Recipe, frozen: bool = False) -> AuditReport:
     return audit_step(module, step)
 
 
-def assert_in_fp8(report: AuditReport) -> None:
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+@pytest.mark.parametrize(
+    ("name", "frozen"), [*((name, False) for name in FP8), *((name, True) for name in FROZEN)]
+)
+def test_in_fp8(name: str, frozen: bool) -> None:
+    report = audited(FP8[name], frozen)
     assert report.entries
     assert {entry.precision for entry in report.entries} == {"FP8"}, report
     assert not report.marked
     assert not report.notes
 
 
-@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
-@pytest.mark.parametrize("name", FP8)
-def test_in_fp8(name: str) -> None:
-    assert_in_fp8(audited(FP8[name], Recipe()))
+@pytest.mark.parametrize("name", ["rows", "chunk"])
+def test_parts_off_the_grid_of_frozen_weights_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="dequantize"):
+        audited(FP8[name], frozen=True)
 
 
 @pytest.mark.filterwarnings("ignore")  # prototypes, and what is deprecated
 @pytest.mark.parametrize("name", ERRORS)
 def test_refused(name: str) -> None:
     with pytest.raises(NotImplementedError, match=r"FP8"):
-        audited(ERRORS[name], Recipe())
+        audited(ERRORS[name])
 
 
 @pytest.mark.parametrize("name", DOCUMENTED)
 def test_documented(name: str) -> None:
-    report = audited(DOCUMENTED[name], Recipe())
+    report = audited(DOCUMENTED[name])
     assert any(entry.precision != "FP8" for entry in report.entries) or report.notes
-
-
-FROZEN = ("call", "matmul", "left", "x @ w", "w[:]", "view", "reshape", "rows", "chunk", "detach")
-
-
-@pytest.mark.parametrize("name", FROZEN)
-def test_frozen_weights_are_in_fp8_or_raise(name: str) -> None:
-    try:
-        report = audited(FP8[name], Recipe(), frozen=True)
-    except (NotImplementedError, ValueError) as error:
-        assert "dequantize" in str(error)  # noqa: PT017
-    else:
-        assert_in_fp8(report)
