@@ -181,7 +181,6 @@ def ways() -> dict[str, tuple[Run, list[Tensor]]]:
             lambda x, o: torch.cat([linear(x, scaled, o), linear(x, leaf, o, recipe=POWER_OF_TWO)]),
             [scaled, leaf],
         ),
-        "plain": (lambda x, o: linear(x, leaf, o), [leaf]),
         "frozen": (lambda x, o: F.grouped_mm(x, frozen.mT, offs=o), []),
         "x in rows": (lambda x, o: linear(x, in_rows, o), [in_rows]),
         "wgrad in high precision": (lambda x, o: linear(x, high, o), [high]),
