@@ -26,6 +26,7 @@ from tests.support.sharded_checkpoints import (
     IN_FP32,
     Averaged,
     assert_same_tensors,
+    first_ranks,
     load,
     save,
     train,
@@ -38,14 +39,13 @@ def frozen(device: str, seed: int, recipe: Recipe = POWERS) -> nn.Module:
     return net(device, torch.bfloat16, recipe, frozen=True, seed=seed)
 
 
-def write(model: nn.Module, folder: Path, group: Any = None) -> None:
-    state = {"model": dcs.get_model_state_dict(model)}
-    dcp.save(state, checkpoint_id=folder, process_group=group)
+def write(model: nn.Module, folder: Path) -> None:
+    dcp.save({"model": dcs.get_model_state_dict(model)}, checkpoint_id=folder)
 
 
-def read(model: nn.Module, folder: Path, group: Any = None, **options: Any) -> None:
+def read(model: nn.Module, folder: Path, **options: Any) -> None:
     state = {"model": dcs.get_model_state_dict(model, options=dcs.StateDictOptions(**options))}
-    dcp.load(state, checkpoint_id=folder, process_group=group)
+    dcp.load(state, checkpoint_id=folder)
     dcs.set_model_state_dict(model, state["model"])
 
 
@@ -63,27 +63,6 @@ def test_one_arrangement_saves_and_others_load(
         model = frozen(device, 2)
         if other == "none" or arrange(model, other, world, device):
             read(model, tmp_path)
-            same_bits(dict(iter_fp8(model)), want)
-
-
-def first_ranks(count: int) -> DeviceMesh:
-    return DeviceMesh("cpu", list(range(count)))
-
-
-@on_ranks(4, gpus=())
-def test_another_number_of_ranks_loads(tmp_path: Path) -> None:
-    want = dict(iter_fp8(frozen("cpu", 1)))
-    for turn, (source, target) in enumerate(((2, 4), (4, 3), (3, 1), (1, 2))):
-        from_mesh, to_mesh = first_ranks(source), first_ranks(target)
-        if dist.get_rank() < source:
-            model = frozen("cpu", 1)
-            fsdp(model, from_mesh)
-            write(model, tmp_path / str(turn), from_mesh.get_group())
-        dist.barrier()
-        if dist.get_rank() < target:
-            model = frozen("cpu", 2)
-            fsdp(model, to_mesh)
-            read(model, tmp_path / str(turn), to_mesh.get_group())
             same_bits(dict(iter_fp8(model)), want)
 
 
@@ -200,7 +179,7 @@ def trained_on(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> dict[s
     return {"losses": torch.stack(losses), **{n: p.detach() for n, p in whole.items()}}
 
 
-@pytest.mark.parametrize(("source", "target"), [(2, 2), (2, 4), (4, 2), (4, 1)])
+@pytest.mark.parametrize(("source", "target"), [(2, 4), (4, 3), (4, 2), (3, 1), (1, 2)])
 @on_ranks(4, gpus=())
 def test_adapters_resume_with_their_base(source: int, target: int, tmp_path: Path) -> None:
     rank, from_mesh, to_mesh = dist.get_rank(), first_ranks(source), first_ranks(target)
@@ -262,13 +241,11 @@ def test_several_pieces_of_a_rank_are_refused(mesh: DeviceMesh) -> None:
     """As of gate and up in one stack; torch cannot save plain tensors that are cut so either."""
     stack = nn.Module()
     halves: Any = _StridedShard(1, split_factor=2)
-    for cut, pieces in ((Shard(1), 1), (halves, 2)):
+    for cut in (Shard(1), halves):
         weight: Any = distribute_tensor(randn(3, 512, 130), mesh, [cut], src_data_rank=None)
-        local = BlockwiseFP8Tensor.from_values(weight.to_local(), (128, 128))
-        weight._local_tensor = local
+        weight._local_tensor = BlockwiseFP8Tensor.from_values(weight.to_local(), (128, 128))
         stack.weight = nn.Parameter(weight, requires_grad=False)
-        if pieces == 1:
+        if cut is not halves:
             assert list(dcs.get_model_state_dict(stack)["weight"]) == ["data", "scale"]
-            continue
-        text = complaint(NotImplementedError, lambda: dcs.get_model_state_dict(stack))
-        assert "gives a rank several pieces" in text.replace("\n", " ") and "save_fp8" in text
+    text = complaint(NotImplementedError, lambda: dcs.get_model_state_dict(stack))
+    assert "gives a rank several pieces" in text.replace("\n", " ") and "save_fp8" in text

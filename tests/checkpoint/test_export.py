@@ -65,27 +65,29 @@ def test_a_weight_that_fp8_cannot_hold() -> None:
 # Sharded models
 
 
+POWERS = Recipe(scale="power_of_two")
 WEIGHTS = [
-    (torch.bfloat16, Recipe(), False),
-    (torch.float32, Recipe(scale="power_of_two"), False),
-    (torch.bfloat16, Recipe(), True),
+    (torch.bfloat16, Recipe(), False, False),
+    (torch.float32, POWERS, False, False),
+    (torch.bfloat16, Recipe(), True, False),
+    (torch.bfloat16, POWERS, True, True),
 ]
-"""Dtype of the masters, recipe, and whether the model is frozen in FP8."""
+"""Dtype of the masters, recipe, whether the model is frozen in FP8, and its experts separate."""
 
 
 @pytest.mark.parametrize("how", ARRANGEMENTS)
 @on_ranks(2, 4, gpus=(2,))
 def test_sharded_models(world: int, device: str, how: str, tmp_path: Path) -> None:
-    for number, (dtype, recipe, frozen) in enumerate(WEIGHTS):
-        model, single = (net(device, dtype, recipe, frozen) for _ in range(2))
-        if not arrange(model, how, world, device):
+    for number, (dtype, recipe, frozen, separate) in enumerate(WEIGHTS):
+        model, single, other = (net(device, dtype, recipe, frozen, seed=s) for s in (0, 0, 1))
+        if not (arrange(model, how, world, device) and arrange(other, how, world, device)):
             return
         want = dict(iter_fp8(single))
         same_bits(dict(iter_fp8(model)), want)
         only = dict(iter_fp8(model, rank=1))
         same_bits(only, want if dist.get_rank() == 1 else {})
         folder, alone = tmp_path / f"{number}", tmp_path / f"alone{number}"
-        options: Any = {"max_shard_bytes": SHARD}
+        options: Any = {"max_shard_bytes": SHARD, "separate_experts": separate}
         if dist.get_rank() == 0:
             save_fp8(single, alone, **options)
         for _ in range(2):  # a new folder, and one that is replaced
@@ -93,7 +95,10 @@ def test_sharded_models(world: int, device: str, how: str, tmp_path: Path) -> No
             dist.barrier()
             assert untagged(content(folder)) == content(alone)
             dist.barrier()
-    assert {path.name[:1] for path in tmp_path.iterdir()} <= {"0", "1", "2", "a"}
+        if frozen:  # and each rank loads its part
+            assert len(load_fp8(other, folder).fp8) == 5
+            same_bits(dict(iter_fp8(other)), want)
+    assert {path.name[:1] for path in tmp_path.iterdir()} <= {"0", "1", "2", "3", "a"}
 
 
 @on_ranks(2)

@@ -6,21 +6,19 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from blocktensor import BlockwiseFP8Weight, Recipe, convert, freeze
-from blocktensor.distributed import ColwiseParallel, RowwiseParallel
+from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, Recipe
 from blocktensor.ops.cast.ops import quantize_rowwise
 from blocktensor.ops.formats import Quantized
 from blocktensor.sharding import whole as whole_module
-from blocktensor.sharding.whole import form_of, whole_tensors
+from blocktensor.sharding.whole import whole_tensors
 from tests.support.models import randn
 from tests.support.numeric import assert_same
 from tests.support.ranks import on_ranks, shared_mesh
+from tests.support.sharded import assert_same_cast
 
 POWERS = Recipe(scale="power_of_two")
 HALVES: Any = _StridedShard(1, split_factor=2)
@@ -61,15 +59,9 @@ def whole(*tensors: Any) -> list[Any]:
     return made
 
 
-def assert_form(got: Any, want: Quantized) -> None:
-    assert_same(got.data, want.data)
-    assert_same(got.scale, want.scale)
-    assert got.format is want.format
-
-
 @on_ranks(2, 4, gpus=(2,))
-def test_every_cut_of_a_trainable_weight(world: int, device: str) -> None:
-    """One after another, and all at once, in batches of several."""
+def test_every_cut(world: int, device: str) -> None:
+    """One after another, and all at once, in batches of several; frozen parts are whole blocks."""
     cuts, wanted = [], []
     for shape, sizes, placements in CUTS:
         if torch.Size(sizes).numel() != world:
@@ -77,19 +69,24 @@ def test_every_cut_of_a_trainable_weight(world: int, device: str) -> None:
         mesh = shared_mesh(device, *sizes, names=tuple(f"d{i}" for i in range(len(sizes))))
         for recipe, dtype in ((Recipe(), torch.bfloat16), (POWERS, torch.float32)):
             plain = values(shape, device).to(dtype)
-            cut, weight = (
-                distribute_tensor(plain, mesh, placements, src_data_rank=None) for _ in range(2)
+            cut, weight, frozen = (
+                distribute_tensor(plain, mesh, placements, src_data_rank=None) for _ in range(3)
             )
             local = cut.to_local()
             weight._local_tensor = BlockwiseFP8Weight(local.clone(), recipe)
             form = quantize_rowwise(plain, recipe.weight_format)
             assert_same(*whole(cut), plain)
-            assert_form(*whole(weight), form)
+            assert_same_cast(*whole(weight), form)
             cuts += [cut, weight, torch.ones(3)]
             wanted += [plain, form, None]
+            if len(shape) == 3 and shape[1] >= 256:
+                given = (local, recipe.weight_format, recipe)
+                frozen._local_tensor = BlockwiseFP8Tensor.from_values(*given)
+                cuts.append(frozen)
+                wanted.append(form)
     for got, want in zip(whole(*cuts), wanted, strict=True):
         if isinstance(want, Quantized):
-            assert_form(got, want)
+            assert_same_cast(got, want)
         else:
             assert (got is None) if want is None else torch.equal(got, want)
 
@@ -154,36 +151,4 @@ def test_blocks_that_hold_nan(world: int, device: str) -> None:
     plain[150, 7], plain[3, 290] = float("nan"), float("inf")
     cut = distribute_tensor(plain, shared_mesh(device, world, names=("all",)), [Shard(0)])
     cut._local_tensor = BlockwiseFP8Weight(cut.to_local())
-    assert_form(*whole(cut), quantize_rowwise(plain, Recipe().weight_format))
-
-
-def net(device: str, frozen: bool) -> nn.Sequential:
-    """Two linears for the styles of tensor parallelism, aligned with blocks where frozen."""
-    torch.manual_seed(0)
-    wide = 512 if frozen else 200
-    model = nn.Sequential(nn.Linear(300, wide, bias=False), nn.Linear(wide, 260, bias=False))
-    model = model.to(device, torch.bfloat16)
-    convert(model, skip_small=False)
-    if frozen:
-        freeze(model)
-    return model
-
-
-@pytest.mark.parametrize("frozen", [False, True])
-@on_ranks(2, 4, gpus=(2,))
-def test_models_in_parallel(world: int, device: str, frozen: bool) -> None:
-    want = [form_of(p) for p in net(device, frozen).parameters()]
-    tensor = shared_mesh(device, world, names=("all",))
-    both = shared_mesh(device, 2, 2, names=("data", "tensor")) if world == 4 else None
-    plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
-
-    def checked(model: nn.Module) -> None:
-        for got, wanted in zip(whole(*model.parameters()), want, strict=True):
-            assert_form(got, wanted)
-
-    checked(fully_shard(net(device, frozen), mesh=tensor))
-    checked(parallelize_module(net(device, frozen), tensor, plan))
-    if both is not None:
-        checked(fully_shard(net(device, frozen), mesh=both))  # HSDP
-        cut = parallelize_module(net(device, frozen), both["tensor"], plan)
-        checked(fully_shard(cut, mesh=both["data"]))
+    assert_same_cast(*whole(cut), quantize_rowwise(plain, Recipe().weight_format))

@@ -20,6 +20,10 @@ from tests.support.sharded import places_of, scale, whole
 IN_FP32 = MixedPrecisionPolicy(reduce_dtype=torch.float32)
 
 
+def first_ranks(count: int) -> DeviceMesh:
+    return DeviceMesh("cpu", list(range(count)))
+
+
 class Averaged(torch.optim.AdamW):
     """AdamW that also keeps a copy of each parameter, as optimizers that average weights do."""
 
