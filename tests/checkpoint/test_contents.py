@@ -141,9 +141,6 @@ def test_every_cut_is_noticed(folder: Path) -> None:
     load_fp8(model, folder)
 
 
-# Descriptions of blocks
-
-
 SIZES = [128, "128", [], [128], [128, "128"], [128, 64], [1, 128], [256, 256], {"rows": 128}]
 
 
@@ -159,9 +156,6 @@ def test_descriptions_of_other_blocks(folder: Path, size: object) -> None:
     (folder / "config.json").write_text(json.dumps(described))
     with pytest.raises(NotImplementedError, match=r"blocks of .*, expected \[128, 128\]"):
         load_fp8(TARGETS["plain"](), folder)
-
-
-# JSON, scales
 
 
 def test_malformed_json(tmp_path: Path) -> None:

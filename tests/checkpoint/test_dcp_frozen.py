@@ -143,9 +143,6 @@ def test_whole_and_transposed_weights(tmp_path: Path) -> None:
     assert torch.equal(other(x), model(x))
 
 
-# Adapters on a frozen base
-
-
 class Lora(nn.Module):
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()
@@ -198,9 +195,6 @@ def test_adapters_resume_with_their_base(source: int, target: int, tmp_path: Pat
         found = trained_on(model, optimizer)
         if rank < source:
             assert_same_tensors(found, wanted)
-
-
-# What cannot be saved or loaded
 
 
 @on_ranks(2, gpus=())

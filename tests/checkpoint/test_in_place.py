@@ -35,8 +35,6 @@ from tests.support.disk_steps import disk_steps
 
 __all__ = ["folder"]
 
-# Which files go and which stay
-
 
 @pytest.mark.parametrize(("size", "count"), [(SHARD, 3), (1 << 30, 1), (20_000, 5)])
 def test_an_overwrite_leaves_exactly_the_new_files(folder: Path, size: int, count: int) -> None:
@@ -115,9 +113,6 @@ def test_what_is_no_checkpoint_is_never_replaced(tmp_path: Path) -> None:
     assert content(tmp_path) == {"thesis.tex": b"years of work"}
 
 
-# Ways to name a folder
-
-
 def test_a_link_to_a_folder_is_followed(folder: Path) -> None:
     link = folder.parent / "latest"
     link.symlink_to("fp8")
@@ -174,9 +169,6 @@ def test_everybody_may_read_what_the_mask_allows(tmp_path: Path) -> None:
         os.umask(before)
     assert (tmp_path / "fp8").stat().st_mode & 0o777 == 0o750
     assert {path.stat().st_mode & 0o777 for path in (tmp_path / "fp8").iterdir()} == {0o640}
-
-
-# Order of steps
 
 
 def steps_to(folder: Path) -> str:

@@ -33,8 +33,6 @@ from tests.support.disk_steps import Killed, disk_steps
 
 __all__ = ["folder"]
 
-# A step that is the last, or that fails
-
 
 KINDS = ("three shards", "one shard", "other names", "one file", "empty", "absent")
 

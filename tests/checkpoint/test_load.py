@@ -82,9 +82,6 @@ def on_meta_in(recipe: Recipe = DEFAULT_RECIPE, frozen: bool = False) -> Model:
     return model
 
 
-# What fits
-
-
 @pytest.mark.parametrize("target", [*TARGETS, "converted on meta"])
 def test_there_and_back(tmp_path: Path, target: str) -> None:
     source, model = filled(frozen=True), TARGETS.get(target, on_meta_in)()
@@ -128,12 +125,6 @@ def test_scales_of_compressed_tensors_load_after_they_are_renamed(folder: Path) 
     assert_refused(folder, TARGETS["plain"](), "rename those of compressed-tensors, whose names")
     spelled("_scale", "_scale_inv")
     assert seed_in(folder) == OLD
-
-
-def test_a_trained_model_is_saved_as_its_forward_reads_it(tmp_path: Path) -> None:
-    source, model = filled(3), filled(4, convert=False)
-    load_fp8(model, save_fp8(source, tmp_path / "fp8"))
-    assert torch.equal(model(TOKENS), source(TOKENS))
 
 
 def test_what_is_frozen_stays_frozen_and_keeps_its_dtype(folder: Path) -> None:
@@ -243,9 +234,6 @@ def test_scales_do_not_lie_in_the_file(tmp_path: Path) -> None:
     assert_same(state(model), before)
 
 
-# What does not
-
-
 def with_(**tensors: Tensor) -> Callable[[Tensors], object]:
     """Replaces tensors; ``__`` stands for a dot."""
     return lambda stored: stored.update({k.replace("__", "."): x for k, x in tensors.items()})
@@ -293,9 +281,6 @@ def test_a_file_that_breaks_while_it_is_read_changes_nothing(
 
     monkeypatch.setattr(module, "_tensor", breaks)
     assert_refused(folder, TARGETS["plain"](), "cannot be read")
-
-
-# The report
 
 
 def test_the_table_of_a_report() -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, nn, tensor
 
 pytest.importorskip("safetensors")
 
@@ -25,23 +27,61 @@ from tests.support.checkpoint_experts import (
     K,
     Layer,
     Tensors,
-    drop,
     join_matrices,
     layer,
     on_meta,
-    own_scales,
     read,
     rewrite,
-    sharing,
-    split_experts,
-    split_stacks,
-    stack_scales,
-    to_bf16,
-    written,
 )
 from tests.support.checkpoint_models import INDEX, assert_refused, assert_same, bits, blank, state
 
 FP32, POW2 = Recipe(), Recipe(scale="power_of_two")
+
+
+SCALE = re.compile(r"(.*experts\.)(\d+)\.(gate_proj|up_proj|down_proj)\.weight_scale_inv")
+
+
+def written(
+    folder: Path, change: Callable[[Tensors], object] = lambda made: None, **kwargs: Any
+) -> Path:
+    """A checkpoint in matrices of experts, without index, after a change to its tensors."""
+    rewrite(save_fp8(layer(frozen=True, **kwargs), folder, separate_experts=True), change)
+    return folder
+
+
+def split_experts(seed: int) -> nn.Module:
+    """The frozen experts of a layer as torchtitan has them: stacks of gate and of up."""
+    experts, split = layer(seed, frozen=True).experts, nn.Module()
+    split.w1_EFD, split.w3_EFD = (nn.Parameter(x, False) for x in experts.gate_up_proj.chunk(2, 1))
+    split.w2_EDF = experts.down_proj
+    return split
+
+
+def split_stacks(made: Tensors) -> None:
+    """Store the matrices of experts one by one, and leave the scales of their stacks."""
+    for stack, parts in (("gate_up_proj", MATRICES[:2]), ("down_proj", MATRICES[2:])):
+        for e, expert in enumerate(made.pop(f"experts.{stack}")):
+            for part, x in zip(parts, expert.chunk(len(parts)), strict=True):
+                made[f"experts.{e}.{part}.weight"] = x
+
+
+def stack_scales(tensors: Tensors) -> None:
+    """Replace the scales of matrices of experts by those of stacks, as transformers 5.23 does."""
+    found: dict[str, dict[int, list[Tensor]]] = defaultdict(lambda: defaultdict(list))
+    for name in sorted(tensors, key=lambda name: "up_proj" in name):
+        match = SCALE.fullmatch(name)
+        if match is not None:
+            home, expert, matrix = match.groups()
+            stack = "down_proj" if matrix == "down_proj" else "gate_up_proj"
+            shape = BLOCKS_128X128.scale_shape(tensors[name.removesuffix("_scale_inv")].shape)
+            scale = tensors.pop(name).view(shape)
+            found[f"{home}{stack}_scale_inv"][int(expert)].append(scale)
+    for name, experts in found.items():
+        tensors[name] = torch.stack([torch.cat(experts[e]) for e in range(len(experts))])
+
+
+def drop(name: str) -> Callable[[Tensors], object]:
+    return lambda made: [made.pop(key) for key in list(made) if key.startswith(name)]
 
 
 def squeeze(made: Tensors) -> None:
@@ -51,32 +91,17 @@ def squeeze(made: Tensors) -> None:
     assert made["experts.0.down_proj.weight_scale_inv"].shape == (2,)
 
 
-# What loads
-
-FILES: list[Any] = [
-    *(("separate", None, recipe) for recipe in (FP32, POW2)),
-    *(("whole", None, recipe) for recipe in (FP32, POW2)),
-    ("squeezed", squeeze, FP32),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("how", "change", "recipe"), FILES)
+@pytest.mark.parametrize("recipe", [FP32, POW2], ids=["fp32", "pow2"])
+@pytest.mark.parametrize("how", ["separate", "whole", "squeezed"])
 @pytest.mark.parametrize("target", ["plain", "frozen", "meta"])
-def test_there_and_back(
-    tmp_path: Path,
-    target: str,
-    how: str,
-    change: Callable[[Tensors], None] | None,
-    recipe: Recipe,
-) -> None:
+def test_there_and_back(tmp_path: Path, target: str, how: str, recipe: Recipe) -> None:
     source, folder = layer(frozen=True, recipe=recipe), tmp_path / "fp8"
     frozen = target == "frozen"
     model = on_meta() if target == "meta" else layer(5, convert=frozen, frozen=frozen)
-    if change is None:
-        save_fp8(source, folder, separate_experts=how == "separate")
-    else:
-        written(folder, change, recipe=recipe)
+    save_fp8(source, folder, separate_experts=how != "whole")
     stored = {name: x.clone() for name, x in read(folder).items()}
+    if how == "squeezed":
+        rewrite(folder, squeeze)
     report = load_fp8(model, folder, recipe=recipe)
     blank(folder)
     assert_same(state(model), state(source))
@@ -84,10 +109,9 @@ def test_there_and_back(
     assert (report.missing, report.unexpected) == ((), ())
     unfreeze(model)
     assert isinstance(model.experts.down_proj, BlockwiseFP8Weight)
-    if change is None:
-        again = read(save_fp8(model, tmp_path / "again", separate_experts=how == "separate"))
-        assert again.keys() == stored.keys()
-        assert all(torch.equal(bits(x), bits(stored[name])) for name, x in again.items())
+    again = read(save_fp8(model, tmp_path / "again", separate_experts=how != "whole"))
+    assert again.keys() == stored.keys()
+    assert all(torch.equal(bits(x), bits(stored[name])) for name, x in again.items())
 
 
 def test_mixtrals_names_of_matrices(tmp_path: Path) -> None:
@@ -106,7 +130,7 @@ def test_torchtitans_experts(tmp_path: Path) -> None:
     """Gate and up are stacks of their own."""
     model = nn.Module()
     model.experts, model.router = split_experts(1), nn.Parameter(layer().router.detach())
-    load_fp8(model, written(tmp_path / "fp8", own_scales))
+    load_fp8(model, written(tmp_path / "fp8"))
     assert_same(state(model.experts), state(split_experts(0)))
     folder = save_fp8(split_experts(0), tmp_path / "titan", separate_experts=True)
     assert {f"2.w{i}.weight" for i in (1, 2, 3)} <= set(read(folder))
@@ -144,7 +168,7 @@ def test_masters_of_trainable_experts(tmp_path: Path) -> None:
 def test_experts_that_one_of_them_does_not_have(tmp_path: Path) -> None:
     model = nn.Module()
     model.router = nn.Parameter(torch.zeros(E, K))
-    folder = written(tmp_path / "fp8", own_scales)
+    folder = written(tmp_path / "fp8")
     report = load_fp8(model, folder, strict=False)
     assert report.plain == ("router",)
     assert set(report.unexpected) == {x for x in read(folder) if x.endswith(".weight")}
@@ -157,8 +181,11 @@ def test_experts_that_one_of_them_does_not_have(tmp_path: Path) -> None:
 @pytest.mark.parametrize("n", [128, 144])
 def test_matrices_beside_scales_of_stacks(tmp_path: Path, n: int) -> None:
     """The remedy for files of transformers 5.23: stacks, also where gate and up share blocks."""
-    folder = sharing(tmp_path / "fp8") if n == 144 else written(tmp_path / "fp8", stack_scales)
-    model = layer(1, n=n, convert=False)
+    folder, model = tmp_path / "fp8", layer(1, n=n, convert=False)
+    if n == 128:
+        written(folder, stack_scales)
+    else:  # the second block of the stack has rows of gate and of up
+        rewrite(save_fp8(layer(n=n, frozen=True), folder), split_stacks)
     message = r"'experts.0.gate_proj.weight' is FP8 and has no .*, store the stack instead of its"
     assert_refused(folder, model, message)
     rewrite(folder, join_matrices)
@@ -187,61 +214,46 @@ def test_stacks_that_cannot_be_split(tmp_path: Path, is_transposed: bool) -> Non
     assert_same(state(loaded), state(model))
     if is_transposed:  # matrices [K, N] would fit by their shape
         square = Layer(n=100, is_transposed=True)
-        report = load_fp8(square, written(tmp_path / "other", own_scales), strict=False)
+        report = load_fp8(square, written(tmp_path / "other"), strict=False)
         assert set(report.missing) == STACKS
-
-
-# What does not
 
 
 def changed(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[Tensors], object]:
     return lambda made: made.update({name: change(made[name])})
 
 
-def set_to(value: float, *at: int) -> Callable[[Tensor], Tensor]:
-    def change(scale: Tensor) -> Tensor:
-        scale[at] = value
-        return scale
-
-    return change
-
-
-FAULTS: list[tuple[str, Callable[[Tensors], object], str]] = [
-    ("a missing expert", drop("experts.1."),
+FAULTS: dict[str, tuple[Callable[[Tensors], object], str]] = {
+    "a missing expert": (drop("experts.1."),
      r"'experts.gate_up_proj' is a stack of 3 experts: of their 6 matrices 2 are missing "
      r"\(experts.1.gate_proj.weight, experts.1.up_proj.weight\)"),
-    ("more experts than the model has", lambda made: made.update({
+    "more experts than the model has": (lambda made: made.update({
         name.replace("experts.0", "experts.3"): made[name] for name in list(made)}),
      r"stack of 3 experts: the checkpoint has more \(experts.3.gate_proj.weight, experts.3.up_p"),
-    ("a missing matrix", drop("experts.2.up_proj"),
+    "a missing matrix": (drop("experts.2.up_proj"),
      r"of their 6 matrices 1 are missing \(experts.2.up_proj.weight\)"),
-    ("a matrix in bf16", to_bf16("experts.1.up_proj"),
+    "a matrix in bf16": (changed("experts.1.up_proj.weight", Tensor.bfloat16),
      r"'experts.1.up_proj.weight' is BF16, 'experts.0.gate_proj.weight' of the same stack is "
      r"F8_E4M3: expected all in FP8 or none"),
-    ("another shape",
-     changed("experts.1.up_proj.weight", lambda x: x[:, :190]),
+    "another shape": (changed("experts.1.up_proj.weight", lambda x: x[:, :190]),
      r"'experts.1.up_proj.weight' has shape \[128, 190\], the model's has \[128, 200\] for an "
      r"expert of 'experts.gate_up_proj' \[3, 256, 200\]"),
-    ("missing scales", drop("experts.2.up_proj.weight_scale_inv"),
+    "missing scales": (drop("experts.2.up_proj.weight_scale_inv"),
      r"'experts.2.up_proj.weight' is FP8 and has no scales"),
-    ("an infinite scale",
-     changed("experts.2.down_proj.weight_scale_inv", set_to(torch.inf, 1, 0)),
+    "an infinite scale": (
+     changed("experts.2.down_proj.weight_scale_inv", lambda x: x + tensor([[0], [torch.inf]])),
      r"'experts.2.down_proj.weight_scale_inv': the scale of block \[1, 0\] is inf"),
-]  # fmt: skip
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("change", "message"), [fault[1:] for fault in FAULTS], ids=[f[0] for f in FAULTS]
-)
-def test_what_does_not_fit(
-    tmp_path: Path, change: Callable[[Tensors], object], message: str
-) -> None:
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_does_not_fit(tmp_path: Path, fault: str) -> None:
+    change, message = FAULTS[fault]
     folder = written(tmp_path / "fp8", change)
     assert_refused(folder, layer(1, convert=False), message, strict=False)
 
 
 def test_fp8_over_trainable_experts(tmp_path: Path) -> None:
-    folder = written(tmp_path / "fp8", own_scales)
+    folder = written(tmp_path / "fp8")
     assert_refused(folder, layer(1), "trainable and would lose its high-precision values")
     message = r"_scale_inv': the scale of block \[0, 0.* is .*: expected a power of two"
     assert_refused(folder, layer(1, convert=False), message, recipe=POW2)
@@ -262,7 +274,7 @@ def test_blocks_of_matrices_of_another_library(tmp_path: Path) -> None:
 
 
 def test_scales_in_another_file_than_their_weights(tmp_path: Path) -> None:
-    folder = written(tmp_path / "fp8", own_scales)
+    folder = written(tmp_path / "fp8")
     wanted = layer(1, convert=False)
     load_fp8(wanted, folder)
     made = read(folder)

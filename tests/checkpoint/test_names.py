@@ -245,8 +245,6 @@ def drop(config: Path, names: list[str]) -> None:
     edit_json(config, lambda content: [content.pop(name, None) for name in names])
 
 
-# What each of them gives
-
 SOURCES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "llama": (llama, ("LlamaForCausalLM", "LlamaModel", "LlamaForSequenceClassification")),
     "tied": (lambda: llama(tied=True), ("LlamaForCausalLM", "LlamaModel")),

@@ -87,9 +87,6 @@ def assert_tied(model: Any, kind: str) -> None:
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == (kind == "tied")
 
 
-# It reads what we write
-
-
 @pytest.mark.parametrize("kind", FP8_WEIGHTS)
 @pytest.mark.parametrize("recipe", [FP32, POW2], ids=["fp32", "pow2"])
 @pytest.mark.usefixtures("dequantizing")
@@ -194,9 +191,6 @@ def test_experts_that_stay_in_bf16(tmp_path: Path, kind: str) -> None:
         assert type(other.self_attn.q_proj).__name__ == "FP8Linear"
         for name, stack in layer.mlp.experts.named_parameters():
             assert torch.equal(other.mlp.experts.get_parameter(name), stack), name
-
-
-# We read what it writes
 
 
 READ: list[Any] = [

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,14 +14,12 @@ from torch import Tensor, nn
 from blocktensor import Recipe, save_fp8
 from blocktensor import convert as convert_model
 from blocktensor.checkpoint import names
-from blocktensor.ops.formats import BLOCKS_128X128
 from tests.support.models import randn
 
 E, K = 3, 200
 STACKS = {"experts.gate_up_proj", "experts.down_proj"}
 MATRICES = ("gate_proj", "up_proj", "down_proj")
 Tensors = dict[str, Tensor]
-_SCALE = re.compile(r"(.*experts\.)(\d+)\.(w\d|gate_proj|up_proj|down_proj)\.weight_scale_inv")
 
 
 class Experts(nn.Module):
@@ -70,14 +66,6 @@ def on_meta() -> Layer:
         return Layer()
 
 
-def split_experts(seed: int) -> nn.Module:
-    """The frozen experts of a layer as torchtitan has them: stacks of gate and of up."""
-    experts, split = layer(seed, frozen=True).experts, nn.Module()
-    split.w1_EFD, split.w3_EFD = (nn.Parameter(x, False) for x in experts.gate_up_proj.chunk(2, 1))
-    split.w2_EDF = experts.down_proj
-    return split
-
-
 def read(folder: Path) -> Tensors:
     tensors: Tensors = {}
     for file in sorted(folder.glob("*.safetensors")):
@@ -95,44 +83,11 @@ def rewrite(folder: Path, change: Callable[[Tensors], object]) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def stack_scales(tensors: Tensors) -> None:
-    """Replace the scales of matrices of experts by those of stacks, as transformers 5.23 does."""
-    found: dict[str, dict[int, list[Tensor]]] = defaultdict(lambda: defaultdict(list))
-    for name in sorted(tensors, key=lambda name: "up_proj" in name or "w3" in name):
-        match = _SCALE.fullmatch(name)
-        if match is not None:
-            home, expert, matrix = match.groups()
-            stack = "down_proj" if matrix in ("down_proj", "w2") else "gate_up_proj"
-            shape = BLOCKS_128X128.scale_shape(tensors[name.removesuffix("_scale_inv")].shape)
-            scale = tensors.pop(name).view(shape)
-            found[f"{home}{stack}_scale_inv"][int(expert)].append(scale)
-    for name, experts in found.items():
-        tensors[name] = torch.stack([torch.cat(experts[e]) for e in range(len(experts))])
-
-
-def written(folder: Path, change: Callable[[Tensors], object], **kwargs: Any) -> Path:
-    """A checkpoint in matrices of experts, without index, after a change to its tensors."""
-    rewrite(save_fp8(layer(frozen=True, **kwargs), folder, separate_experts=True), change)
-    return folder
-
-
 def save_whole(model: nn.Module, folder: Path, **options: Any) -> Path:
     """Save stacks of experts whole, under the model's own names, for models of transformers too."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(names, "pretrained_names", lambda *_: {})
         return save_fp8(model, folder, **options)
-
-
-def own_scales(made: Tensors) -> None:
-    """Leave the scales of each matrix."""
-
-
-def split_stacks(made: Tensors) -> None:
-    """Store the matrices of experts one by one, and leave the scales of their stacks."""
-    for stack, parts in (("gate_up_proj", MATRICES[:2]), ("down_proj", MATRICES[2:])):
-        for e, expert in enumerate(made.pop(f"experts.{stack}")):
-            for part, x in zip(parts, expert.chunk(len(parts)), strict=True):
-                made[f"experts.{e}.{part}.weight"] = x
 
 
 def join_matrices(made: Tensors) -> None:
@@ -149,21 +104,3 @@ def join_matrices(made: Tensors) -> None:
             experts.append(torch.cat(matrices))
         if experts:
             made[f"{home}.{stack}"] = torch.stack(experts)
-
-
-def sharing(folder: Path) -> Path:
-    """144 rows of gate and of up: the second block of the stack has rows of both."""
-    rewrite(save_fp8(layer(n=144, frozen=True), folder), split_stacks)
-    return folder
-
-
-def drop(name: str) -> Callable[[Tensors], object]:
-    return lambda made: [made.pop(key) for key in list(made) if key.startswith(name)]
-
-
-def to_bf16(matrix: str) -> Callable[[Tensors], object]:
-    def change(made: Tensors) -> None:
-        made[f"{matrix}.weight"] = made[f"{matrix}.weight"].bfloat16()
-        made.pop(f"{matrix}.weight_scale_inv", None)
-
-    return change
