@@ -16,7 +16,6 @@ pytest.importorskip("safetensors")
 from safetensors.torch import load_file, save_file
 
 from blocktensor import CheckpointError, load_fp8
-from blocktensor.checkpoint.contents import Entry, entries_of, scales_of
 from blocktensor.checkpoint.on_disk import read_json, require_safetensors
 from blocktensor.ops.checks import bad_scale
 from blocktensor.ops.formats import BLOCKS_128X128, BLOCKS_128X128_POW2
@@ -26,31 +25,14 @@ from tests.support.checkpoint_models import (
     SINGLE,
     TARGETS,
     assert_refused,
-    assert_same,
     edit_json,
     folder,
     seed_in,
-    state,
-    unchanged,
 )
 
 __all__ = ["folder"]
 
 FIRST, SECOND = "model-00001-of-00003.safetensors", "model-00002-of-00003.safetensors"
-
-
-def test_what_a_checkpoint_holds(folder: Path) -> None:
-    entries = entries_of(folder)
-    wanted = {name: tuple(x.shape) for name, x in unchanged(OLD).state_dict().items()}
-    del wanted["head.weight"]
-    wanted |= {"up.weight_scale_inv": (2, 3), "down.weight_scale_inv": (3, 2)}
-    assert {name: entry.shape for name, entry in entries.items()} == wanted
-    assert entries["embed.weight"][:3] == (folder / FIRST, "BF16", (32, 300))
-    assert entries["up.weight"][:3] == (folder / SECOND, "F8_E4M3", (200, 300))
-    assert scales_of(entries) == {
-        "up.weight": "up.weight_scale_inv",
-        "down.weight": "down.weight_scale_inv",
-    }
 
 
 NO_STRINGS, NO_FILE = "is no object of strings", f"is no file, but {INDEX} names it"
@@ -90,15 +72,6 @@ def test_the_rest_of_an_index_does_not_matter(folder: Path, metadata: object) ->
     assert seed_in(folder) == OLD
 
 
-@pytest.mark.parametrize("shape", [(128,), (1, 1, 128, 128)])
-def test_scales_of_what_is_no_matrix_nor_a_stack(tmp_path: Path, shape: tuple[int, ...]) -> None:
-    name = "a.weight"
-    scales = Entry(tmp_path / SINGLE, "F32", (1,) * len(shape), f"{name}_scale_inv")
-    data = Entry(tmp_path / SINGLE, "F8_E4M3", shape, name)
-    with pytest.raises(CheckpointError, match=r"expected F32 .*None: a scale for each"):
-        scales_of({name: data, scales.name: scales})
-
-
 def test_a_tensor_in_two_files_is_refused(folder: Path) -> None:
     """Whichever of the two the index means."""
     tensors = load_file(folder / FIRST)
@@ -125,20 +98,6 @@ def test_folders_that_are_no_checkpoint(folder: Path, tmp_path: Path) -> None:
     ):
         with pytest.raises(CheckpointError, match=message):
             load_fp8(TARGETS["plain"](), path)
-
-
-def test_every_cut_is_noticed(folder: Path) -> None:
-    model = TARGETS["plain"]()
-    before = state(model)
-    for file in folder.glob("*.safetensors"):
-        whole = file.read_bytes()
-        for length in (*range(0, len(whole), 1024), 7, 8, 9, len(whole) - 1):
-            file.write_bytes(whole[:length])
-            with pytest.raises(CheckpointError, match=file.name):
-                load_fp8(model, folder)
-        file.write_bytes(whole)
-    assert_same(state(model), before)
-    load_fp8(model, folder)
 
 
 SIZES = [128, "128", [], [128], [128, "128"], [128, 64], [1, 128], [256, 256], {"rows": 128}]

@@ -250,8 +250,9 @@ MISFITS: list[tuple[Callable[[Tensors], object], str]] = [
      rf"'norm.bias' has shape \[{K + 1}\], the model's has \[{K}\]"),
     (with_(norm__bias=torch.ones(K, dtype=torch.int32)),
      "'norm.bias' is I32, the model's is torch.bfloat16"),
-    (with_(steps=torch.zeros(()).to(E4M3), steps_scale_inv=torch.ones(1)),
-     "'steps_scale_inv' is F32"),
+    *((with_(more=torch.ones(shape).to(E4M3), more_scale_inv=torch.ones([1] * len(shape))),
+       r"'more_scale_inv' is F32 .*: expected F32 .*None: a scale for each")
+      for shape in ((), (128,), (1, 1, 128, 128))),
     *((with_(up__weight_scale_inv=torch.tensor([[1, 2, 4], [1, value, 2]]).to(dtype)),
        rf"tensor 'up.weight_scale_inv': the scale of block \[1, 1\] is {value}: expected")
       for dtype, values in BAD_SCALES.items() for value in values),

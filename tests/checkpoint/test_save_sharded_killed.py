@@ -2,76 +2,60 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-import subprocess
-import sys
+import re
+import time
 from pathlib import Path
 
 import pytest
+from torch.distributed.fsdp import fully_shard
 
 pytest.importorskip("safetensors")
 
-POINTS = os.environ.get("BLOCKTENSOR_KILLS", "2")
-"""How many kills of either rank."""
-
-# Ranks are forked, so that a process imports torch once for all of them.
-DRIVER = """
-import os, re, signal, sys, time
-from pathlib import Path
-import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from blocktensor import save_fp8
-from tests.support.checkpoint_models import NEW, NEXT, OLD, TAG, files, filled, save, seed_in
+from tests.support import ranks
+from tests.support.checkpoint_models import (
+    INDEX,
+    NEW,
+    NEXT,
+    OLD,
+    SHARD,
+    TAG,
+    files,
+    filled,
+    save,
+    seed_in,
+)
+from tests.support.sharded import mesh_of
 
-def save_for_ever(folder, rank, ready):
-    dist.init_process_group("gloo", init_method=f"file://{folder}.store", rank=rank, world_size=2)
+KILLS = int(os.environ.get("BLOCKTENSOR_KILLS", "4"))
+"""Of either rank in turn."""
+
+
+def _save_for_ever(folder: Path) -> None:
     models = [filled(seed) for seed in (OLD, NEW)]
     for model in models:
-        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-    save_fp8(models[0], folder, max_shard_bytes=70_000)
-    os.write(ready, b".")
-    while True:
-        for model in models[::-1]:
-            save_fp8(model, folder, overwrite=True, max_shard_bytes=70_000)
-
-torch.set_num_threads(1)
-root, points, killed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-for point in range(points):
-    folder = root / f"{point}" / "fp8"
-    folder.parent.mkdir()
-    read, ready = os.pipe()
-    ranks = []
-    for rank in (0, 1):
-        ranks.append(os.fork())
-        if ranks[-1] == 0:
-            try:
-                save_for_ever(folder, rank, ready)
-            finally:
-                os._exit(1)  # the other rank is gone
-    os.read(read, 1)
-    time.sleep(0.017 * point)  # somewhere in a save
-    os.kill(ranks[killed], signal.SIGKILL)
-    signal.alarm(60)  # the other rank raises, and does not wait
-    for rank in ranks:
-        os.waitpid(rank, 0)
-    signal.alarm(0)
-    print(seed_in(folder) in (OLD, NEW), flush=True)
-    save(NEXT, folder)
-    assert seed_in(folder) == NEXT
-    left = {re.sub(TAG, "", name) for name in os.listdir(folder)}
-    assert left == files(3), left
-"""
+        fully_shard(model, mesh=mesh_of(2, "cpu"))
+    for model in itertools.cycle(models):
+        save_fp8(model, folder, overwrite=True, max_shard_bytes=SHARD)
 
 
-@pytest.mark.parametrize("killed", [0, 1])
-def test_a_killed_rank_loses_nothing(tmp_path: Path, killed: int) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", DRIVER, str(tmp_path), POINTS, str(killed)],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["True"] * int(POINTS)
+def test_a_killed_rank_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "_GRACE", 60.0)  # the other rank raises, and does not wait
+    for kill in range(KILLS):
+        folder = tmp_path / f"{kill}" / "fp8"
+        folder.parent.mkdir()
+        group = ranks._Group(2, "cpu")
+        group.begin(_save_for_ever, folder)
+        while not ((folder / INDEX).exists() or any(pipe.poll() for pipe in group._pipes)):
+            time.sleep(0.001)
+        time.sleep(0.017 * (kill // 2))  # somewhere in a save
+        group._processes[kill % 2].kill()
+        with pytest.raises(RuntimeError, match=r"(?s)rank 0:.*rank 1:"):
+            group.answers()
+        group.close()
+        assert seed_in(folder) in (OLD, NEW)
+        save(NEXT, folder)
+        assert seed_in(folder) == NEXT
+        assert {re.sub(TAG, "", name) for name in os.listdir(folder)} == files(3)

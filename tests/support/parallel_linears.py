@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -97,22 +98,27 @@ def converted(
     return module
 
 
-def masked(x: Tensor, ranks: int, rank: int) -> Tensor:
+def masked(x: Tensor, mesh: DeviceMesh) -> Tensor:
     """``x[..., C]`` flattened to rows, with zeros in the columns that other ranks have."""
     x = x.reshape(-1, x.shape[-1])
     made = torch.zeros_like(x)
-    made.chunk(ranks, 1)[rank].copy_(x.chunk(ranks, 1)[rank])
+    made.chunk(mesh.size(), 1)[mesh.get_local_rank()].copy_(my_part(mesh, x, 1))
     return made
 
 
-def partial(
-    module: Any, x: Tensor, ranks: int, rank: int, wire: torch.dtype, dgrad: bool
-) -> Tensor:
-    """What a rank adds to the output for ``x``; of ``dgrad``, to the data gradient for it."""
+def partial(module: Any, x: Tensor, mesh: DeviceMesh, wire: torch.dtype, dgrad: bool) -> Tensor:
+    """What this rank adds to the output for ``x``; of ``dgrad``, to the data gradient for it."""
     weight = module.weight
     w = quantize_rowwise(weight.master.detach(), weight.format)
-    row, _ = quantize_both(masked(x, ranks, rank), weight.recipe.activation_format)
+    row, _ = quantize_both(masked(x, mesh), weight.recipe.activation_format)
     return gemm(row, transpose(w) if dgrad else w, None, wire)
+
+
+def of_all(mesh: DeviceMesh, partial: Tensor) -> list[Tensor]:
+    """The partial sums of all ranks."""
+    partials = [torch.empty_like(partial) for _ in range(mesh.size())]
+    dist.all_gather(partials, partial, mesh.get_group())
+    return partials
 
 
 def in_order(partials: list[Tensor]) -> Tensor:
@@ -124,28 +130,28 @@ def in_order(partials: list[Tensor]) -> Tensor:
 
 
 def summed(
-    module: Any, x: Tensor, ranks: int, wire: torch.dtype | None = None, dgrad: bool = False
+    module: Any, x: Tensor, mesh: DeviceMesh, wire: torch.dtype | None, dgrad: bool = False
 ) -> Tensor:
     """The output of a linear whose inputs are cut: partial sums, added in order, and the bias.
 
     With ``dgrad``, the data gradient of one whose outputs are cut.
     """
-    total = in_order([partial(module, x, ranks, r, wire or x.dtype, dgrad) for r in range(ranks)])
+    total = in_order(of_all(mesh, partial(module, x, mesh, wire or x.dtype, dgrad)))
     if module.bias is not None and not dgrad:
         total = total + module.bias.detach().float()
     return total.to(x.dtype).view(*x.shape[:-1], -1)
 
 
-def wgrad_of_part(module: Any, x: Tensor, grad: Tensor, ranks: int, rank: int) -> Tensor:
-    """The weight gradient of a linear whose inputs are cut, in columns of one rank."""
+def wgrad_of_part(module: Any, x: Tensor, grad: Tensor, mesh: DeviceMesh) -> Tensor:
+    """The weight gradient of a linear whose inputs are cut, in columns of this rank."""
     recipe, format = module.weight.recipe, module.weight.recipe.wgrad_input_format
     rows = grad.reshape(-1, grad.shape[-1])
     if format is None:
-        return rows.t() @ x.chunk(ranks, -1)[rank].flatten(0, -2)
-    _, x_col = quantize_forms(masked(x, ranks, rank), None, format)
+        return rows.t() @ my_part(mesh, x, -1).flatten(0, -2)
+    _, x_col = quantize_forms(masked(x, mesh), None, format)
     _, g_col = quantize_forms(rows, None, recipe.activation_format)
     assert g_col is not None and x_col is not None
-    return gemm(g_col, x_col, None, module.weight.dtype).chunk(ranks, 1)[rank]
+    return my_part(mesh, gemm(g_col, x_col, None, module.weight.dtype), 1)
 
 
 def summed_dbias(grad: Tensor, dim: int, ranks: int) -> Tensor:

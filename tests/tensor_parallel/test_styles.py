@@ -6,12 +6,10 @@ import copy
 import io
 import pickle
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 import torch.distributed.tensor.parallel as torch_styles
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -97,19 +95,12 @@ def test_a_copy_has_its_own_weights(mesh: DeviceMesh) -> None:
 
 
 @on_ranks(2, gpus=())
-def test_what_is_pickled(mesh: DeviceMesh, tmp_path: Path) -> None:
-    x = drawn((64, 256), BF16, 1)
-    for style in (ColwiseParallel(), RowwiseParallel(input_layouts=Replicate())):
-        made, other = (parallelize_module(converted(bias=True), mesh, style) for _ in range(2))
-        scale(2, made.weight)
+def test_no_module_is_pickled(mesh: DeviceMesh) -> None:
+    for style in (ColwiseParallel(), RowwiseParallel()):
+        module = nn.Sequential(parallelize_module(converted(), mesh, style))
         for save in (lambda model: torch.save(model, io.BytesIO()), pickle.dumps):
             with pytest.raises(NotImplementedError, match=r"get_model_state_dict\(model\)"):
-                save(nn.Sequential(made))
-        dcp.save(made.state_dict(), checkpoint_id=tmp_path)
-        state = other.state_dict()
-        dcp.load(state, checkpoint_id=tmp_path)
-        other.load_state_dict(state)
-        assert_same(other(x), made(x))
+                save(module)
 
 
 @on_ranks(2, gpus=())
