@@ -34,7 +34,6 @@ __all__ = ["folder"]
 
 FIRST, SECOND = "model-00001-of-00003.safetensors", "model-00002-of-00003.safetensors"
 
-
 NO_STRINGS, NO_FILE = "is no object of strings", f"is no file, but {INDEX} names it"
 PLACES: list[tuple[dict[str, Any], str]] = [
     ({"up.weight": [SECOND]}, f"weight_map {NO_STRINGS}"),
@@ -73,7 +72,6 @@ def test_the_rest_of_an_index_does_not_matter(folder: Path, metadata: object) ->
 
 
 def test_a_tensor_in_two_files_is_refused(folder: Path) -> None:
-    """Whichever of the two the index means."""
     tensors = load_file(folder / FIRST)
     bias = torch.zeros(200, dtype=torch.bfloat16)
     save_file(tensors | {"up.bias": bias}, folder / FIRST, metadata={"format": "pt"})

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
+import re
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from torch.distributed.fsdp import fully_shard
 
 pytest.importorskip("safetensors")
 
-from blocktensor import CheckpointError
+from blocktensor import CheckpointError, save_fp8
+from tests.support import ranks
 from tests.support.checkpoint_models import (
     INDEX,
     NEW,
@@ -21,8 +26,10 @@ from tests.support.checkpoint_models import (
     OLD,
     SHARD,
     SINGLE,
+    TAG,
     content,
     files,
+    filled,
     folder,
     found,
     save,
@@ -30,9 +37,9 @@ from tests.support.checkpoint_models import (
     untagged,
 )
 from tests.support.disk_steps import Killed, disk_steps
+from tests.support.sharded import mesh_of
 
 __all__ = ["folder"]
-
 
 KINDS = ("three shards", "one shard", "other names", "one file", "empty", "absent")
 
@@ -151,3 +158,35 @@ def test_a_failed_save_over_an_index_that_cannot_be_read(folder: Path) -> None:
         assert {*os.listdir(folder)} >= old.keys(), step
     assert step > 10
     assert seed_in(folder) == NEW
+
+
+KILLS = int(os.environ.get("BLOCKTENSOR_KILLS", "4"))
+"""Of ranks of a sharded save, in turn."""
+
+
+def _save_for_ever(folder: Path) -> None:
+    models = [filled(seed) for seed in (OLD, NEW)]
+    for model in models:
+        fully_shard(model, mesh=mesh_of(2, "cpu"))
+    for model in itertools.cycle(models):
+        save_fp8(model, folder, overwrite=True, max_shard_bytes=SHARD)
+
+
+def test_a_killed_rank_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "_GRACE", 60.0)  # the other rank raises, and does not wait
+    for kill in range(KILLS):
+        folder = tmp_path / f"{kill}" / "fp8"
+        folder.parent.mkdir()
+        group = ranks._Group(2, "cpu")
+        group.begin(_save_for_ever, folder)
+        while not ((folder / INDEX).exists() or any(pipe.poll() for pipe in group._pipes)):
+            time.sleep(0.001)
+        time.sleep(0.017 * (kill // 2))  # somewhere in a save
+        group._processes[kill % 2].kill()
+        with pytest.raises(RuntimeError, match=r"(?s)rank 0:.*rank 1:"):
+            group.answers()
+        group.close()
+        assert seed_in(folder) in (OLD, NEW)
+        save(NEXT, folder)
+        assert seed_in(folder) == NEXT
+        assert {re.sub(TAG, "", name) for name in os.listdir(folder)} == files(3)

@@ -191,7 +191,6 @@ def test_weights_with_nan_or_inf(tmp_path: Path, bad: float, frozen: bool, recip
 
 
 def test_scales_that_could_not_be_loaded(tmp_path: Path) -> None:
-    """Of tensors made by hand."""
     for scale, recipe in ((-1.0, Recipe()), (0.0, Recipe()), (3.0, Recipe(scale="power_of_two"))):
         module = nn.Module()
         data, scales = torch.ones(5, 7).to(torch.float8_e4m3fn), torch.full((1, 1), scale)
@@ -208,7 +207,6 @@ def test_other_models_keep_their_names(tmp_path: Path) -> None:
 
 
 def test_experts_that_are_not_fp8(tmp_path: Path) -> None:
-    """They are split, too, and the config names their module."""
     model = layer(convert=False)
     model.linear = nn.Linear(128, 128, bias=False, dtype=torch.bfloat16)
     frozen = BlockwiseFP8Tensor.from_values(model.linear.weight.detach(), (128, 128))
