@@ -48,7 +48,6 @@ def sizes_of(experts: int, world: int) -> list[list[int]]:
 
 @on_ranks(2, 4)
 def test_experts_train_as_in_one_process(mesh: DeviceMesh, device: str) -> None:
-    """Ranks with fewer experts, or none; converted before and after the stacks are cut."""
     for experts, dtype, before in (
         (4, FLOAT, True),
         (4, torch.bfloat16, False),
@@ -70,7 +69,6 @@ def test_experts_train_as_in_one_process(mesh: DeviceMesh, device: str) -> None:
 @pytest.mark.filterwarnings("ignore:While redistributing")
 @on_ranks(4)
 def test_fsdp_over_experts_that_are_cut(device: str, dim: int) -> None:
-    """Converted before or after fully_shard, which cuts every rank's experts."""
     mesh = two_dims(device)
     for before in (True, False):
         single = experts_of(4, device=device)
@@ -191,7 +189,6 @@ def test_meta_stacks_are_initialised_as_fp8(mesh: DeviceMesh) -> None:
 
 # Experts whose matrices are cut: gate and up by rows, down by columns
 
-
 E, WIDE = 3, 512
 SIZES = torch.tensor([20, 0, 33])
 DIMS = {"w1_EFD": 1, "w3_EFD": 1, "w2_EDF": 2}
@@ -217,7 +214,6 @@ def part_of(model: nn.Module, rank: int, world: int) -> nn.Module:
 
 @on_ranks(2, 4)
 def test_parts_of_experts_compute_as_in_one_process(mesh: DeviceMesh, device: str) -> None:
-    """And the gradients of the stacks are those of whole experts."""
     plain = experts_of(E, K, WIDE, device)
     single = converted(copy.deepcopy(plain))
     run(single, device)

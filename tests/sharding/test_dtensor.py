@@ -112,7 +112,6 @@ def test_what_the_error_recommends(mesh: DeviceMesh) -> None:
 
 # Which cuts of a stack are refused, on meshes of one dimension and two
 
-
 HALVES = _StridedShard(1, split_factor=2)
 CUTS: list[tuple[tuple[int, ...], tuple[int, ...], tuple[Any, ...], str | None]] = [
     ((5, 130, 70), (4,), (Shard(0),), None),
@@ -130,14 +129,10 @@ CUTS: list[tuple[tuple[int, ...], tuple[int, ...], tuple[Any, ...], str | None]]
     ((2, 100, 384), (2,), (Shard(-1),), "into parts of 192, inside"),
     ((2, 256, 70), (2, 2), (Shard(1), Shard(1)), "into parts of 64, inside"),
     ((2, 256, 70), (2,), (HALVES,), "into parts of 64, inside"),
-    (
-        (2, 128, 128),
-        (2,),
-        (Partial(),),
-        "a stack [2, 128, 128] with the placement P(sum): expected Shard(dim) or Replicate(), or "
-        "leave the stack unconverted (skip=[...])",
-    ),
-]
+    ((2, 128, 128), (2,), (Partial(),),
+     "a stack [2, 128, 128] with the placement P(sum): expected Shard(dim) or Replicate(), or "
+     "leave the stack unconverted (skip=[...])"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("shape", "sizes", "placements", "refused"), CUTS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import time
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -49,18 +49,6 @@ def test_who_does_not_come_is_named(device: str, monkeypatch: pytest.MonkeyPatch
         model(batch(0, device))
 
 
-class _SlowStore:
-    def __init__(self, store: Any) -> None:
-        self._store = store
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._store, name)
-
-    def get(self, key: str) -> bytes:
-        time.sleep(0.5)
-        return bytes(self._store.get(key))
-
-
 @on_ranks(2, gpus=())
 def test_who_disagrees_stays_until_all_have_read(
     mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
@@ -68,8 +56,9 @@ def test_who_disagrees_stays_until_all_have_read(
     """The process of rank 0 serves the store in most jobs, and ends by the error."""
     rank = mesh.get_local_rank()
     if rank:
-        store = _SlowStore(dist.distributed_c10d._get_default_store())
-        monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+        store = dist.distributed_c10d._get_default_store()
+        slow = Mock(wraps=store, get=lambda key: time.sleep(0.5) or store.get(key))
+        monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: slow)
     dist.barrier()
     begun = time.monotonic()
     with pytest.raises(RuntimeError, match=f"^ranks disagree on things: rank {rank} has {rank}, "):

@@ -12,7 +12,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from blocktensor import Recipe, convert, freeze
 from blocktensor.distributed import ColwiseParallel, RowwiseParallel
-from tests.support.expert_parallel import ExpertParallel
+from tests.support.expert_parallel import cut
 from tests.support.models import randn
 from tests.support.moe_models import GroupedExperts
 from tests.support.ranks import shared_mesh
@@ -61,44 +61,31 @@ def tensor_parallel(model: nn.Module, mesh: Any) -> None:
     parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
 
 
-def expert_parallel(model: nn.Module, mesh: Any) -> None:
-    parallelize_module(model, mesh, {"experts": ExpertParallel()})
-
-
 def both(model: nn.Module, mesh: Any) -> None:
     tensor_parallel(model, mesh)
-    expert_parallel(model, mesh)
+    cut(model.experts, mesh)
 
 
-def over(model: nn.Module, square: Any, cut: Callable[[nn.Module, Any], None]) -> None:
-    cut(model, square["b"])
-    fsdp(model, square["a"])
-
-
-Arrange = Callable[[nn.Module, Any, Any], object]
-"""Cuts a model by a mesh of one dimension, and by one of two, or None."""
-
-ARRANGEMENTS: dict[str, tuple[Arrange, bool]] = {
-    "FSDP": (lambda m, line, square: fsdp(m, line), False),
-    "TP": (lambda m, line, square: tensor_parallel(m, line), False),
-    "EP": (lambda m, line, square: expert_parallel(m, line), False),
-    "TP and EP": (lambda m, line, square: both(m, line), False),
-    "HSDP": (lambda m, line, square: fsdp(m, square), True),
-    "FSDP over TP": (lambda m, line, square: over(m, square, tensor_parallel), True),
-    "FSDP over EP": (lambda m, line, square: over(m, square, expert_parallel), True),
-    "FSDP over TP and EP": (lambda m, line, square: over(m, square, both), True),
+CUTS: dict[str, Callable[[nn.Module, Any], Any]] = {
+    "FSDP": fsdp,
+    "TP": tensor_parallel,
+    "EP": lambda model, mesh: cut(model.experts, mesh),
+    "TP and EP": both,
 }
-"""How a model is sharded, and whether it takes a mesh of two dimensions."""
+ARRANGEMENTS = (*CUTS, "HSDP", *(f"FSDP over {kind}" for kind in ("TP", "EP", "TP and EP")))
+"""The latter four over a mesh of two dimensions."""
 
 
 def arrange(model: nn.Module, how: str, world: int, device: str) -> bool:
     """Shard a model in one of ARRANGEMENTS; False if that takes another number of ranks."""
-    cut, takes_square = ARRANGEMENTS[how]
-    if takes_square and world != 4:
-        return False
-    line = shared_mesh(device, world, names=("all",))
-    cut(model, line, shared_mesh(device, 2, 2, names=("a", "b")) if takes_square else None)
-    return True
+    if how in CUTS:
+        CUTS[how](model, shared_mesh(device, world, names=("all",)))
+    elif world == 4:
+        square = shared_mesh(device, 2, 2, names=("a", "b"))
+        if how != "HSDP":
+            CUTS[how.removeprefix("FSDP over ")](model, square["b"])
+        fsdp(model, square if how == "HSDP" else square["a"])
+    return how in CUTS or world == 4
 
 
 def same_bits(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:

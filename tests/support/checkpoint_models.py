@@ -80,9 +80,6 @@ TARGETS: dict[str, Callable[[], Model]] = {
 """Models to load into."""
 
 
-# Comparison
-
-
 def bits(x: Tensor) -> Tensor:
     """The bytes of a tensor, for comparison."""
     return x.contiguous().flatten().view(torch.uint8)
@@ -110,9 +107,6 @@ def assert_refused(folder: Path, model: nn.Module, message: str, **options: Any)
         load_fp8(model, folder, **options)
     assert str(folder) in str(caught.value)
     assert_same(state(model), before)
-
-
-# Folders
 
 
 def files(count: int) -> set[str]:

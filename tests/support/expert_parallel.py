@@ -12,31 +12,11 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_module, distribute_tensor
-from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from blocktensor import BlockwiseFP8Tensor, Recipe, convert
 from tests.support.models import randn
 from tests.support.moe_models import GroupedExperts
 from tests.support.sharded import assert_equal, gradients, step
-
-
-class ExpertParallel(ParallelStyle):
-    """For ``parallelize_module``: the stacks of a module cut along ``dim``, or each along its own.
-
-    ``dims``: of stacks by name; of the others, ``dim``.
-    """
-
-    def __init__(self, dim: int = 0, dims: dict[str, int] | None = None) -> None:
-        self.dim, self.dims = dim, dims or {}
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def cut(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
-            for key, parameter in module.named_parameters(recurse=False):
-                dim = self.dims.get(key, self.dim)
-                cut = distribute_tensor(parameter, mesh, [Shard(dim)])
-                module.register_parameter(key, nn.Parameter(cut, parameter.requires_grad))
-
-        return distribute_module(module, device_mesh, cut)
 
 
 class Dispatched(nn.Module):
@@ -115,7 +95,13 @@ def converted(model: nn.Module, recipe: Recipe | None = None) -> nn.Module:
 
 def cut(model: nn.Module, mesh: DeviceMesh, dim: int = 0, **dims: int) -> nn.Module:
     """Cut every stack along ``dim``, or those named along their own."""
-    return parallelize_module(model, mesh, ExpertParallel(dim, dims))
+
+    def cut(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
+        for key, parameter in module.named_parameters(recurse=False):
+            cut = distribute_tensor(parameter, mesh, [Shard(dims.get(key, dim))])
+            module.register_parameter(key, nn.Parameter(cut, parameter.requires_grad))
+
+    return distribute_module(model, mesh, cut)
 
 
 def cut_in_fp8(model: nn.Module, mesh: DeviceMesh, before: bool, **dims: int) -> nn.Module:

@@ -56,11 +56,9 @@ def sharded(model: nn.Sequential, mesh: DeviceMesh) -> tuple[nn.Sequential, torc
     return model, Averaged(model.parameters(), lr=1e-2)
 
 
-def trained(
-    mesh: DeviceMesh, recipe: Recipe = DEFAULT_RECIPE
-) -> tuple[nn.Sequential, torch.optim.Optimizer]:
+def trained(mesh: DeviceMesh) -> tuple[nn.Sequential, torch.optim.Optimizer]:
     """A converted, sharded model after its first two steps, and its optimizer."""
-    model, optimizer = sharded(converted(recipe=recipe), mesh)
+    model, optimizer = sharded(converted(), mesh)
     for step in range(2):
         train(model, optimizer, step)
     return model, optimizer

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-class Traffic(NamedTuple):
-    """What a step sends: counts, and the bytes that this rank brings."""
-
-    gathers: int
-    gathered_bytes: int
-    gathered_dtypes: set[torch.dtype]
-    reductions: int
-    reduced_bytes: int
+def nbytes(tensors: Iterable[Tensor]) -> int:
+    return sum(x.nbytes for x in tensors)
 
 
 class Wire(TorchDispatchMode):
@@ -40,7 +34,7 @@ class Wire(TorchDispatchMode):
             self.reduced += args[0]
         elif func.namespace == "_c10d_functional" and name != "wait_tensor":
             sent = args[0] if isinstance(args[0], list) else [args[0]]
-            self.collectives.append((name, sum(x.nbytes for x in sent)))
+            self.collectives.append((name, nbytes(sent)))
             for part, seen in (
                 ("gather", self.gathered),
                 ("all_reduce", self.reduced),
@@ -48,12 +42,3 @@ class Wire(TorchDispatchMode):
             ):
                 seen += sent if part in name else []
         return func(*args, **(kwargs or {}))
-
-    def traffic(self) -> Traffic:
-        return Traffic(
-            len(self.gathered),
-            sum(x.nbytes for x in self.gathered),
-            {x.dtype for x in self.gathered},
-            len(self.reduced),
-            sum(x.nbytes for x in self.reduced),
-        )

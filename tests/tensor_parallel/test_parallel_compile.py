@@ -208,7 +208,6 @@ def test_graphs_that_begin_and_end_with_a_prepared_input(mesh: DeviceMesh, seque
 
 @on_ranks(2, gpus=())
 def test_one_linear(mesh: DeviceMesh) -> None:
-    """Compiled by itself, and with DTensors in and out."""
     with fresh():
         module = parallelize_module(converted(bias=True), mesh, ColwiseParallel())
         x = drawn((128, 256), torch.bfloat16, 1)

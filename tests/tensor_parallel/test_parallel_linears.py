@@ -206,7 +206,6 @@ def test_an_fp8_input_whose_tokens_are_cut_off_the_grid(mesh: DeviceMesh) -> Non
 
 # PrepareModuleInput casts and gathers once for all linears that read an input
 
-
 WGRAD_INPUTS: tuple[Any, ...] = ("1x128", "128x128", "high_precision")
 LEADS = {"on the grid": ((2, 128), 1), "off the grid": ((2, 51), 1), "across a batch": ((32, 5), 0)}
 
@@ -338,7 +337,6 @@ def test_a_linear_left_in_high_precision(mesh: DeviceMesh, device: str) -> None:
 
 @on_ranks(2, gpus=())
 def test_a_rowwise_linear_of_the_module_reads_another_input(mesh: DeviceMesh) -> None:
-    """Its recipe may be another, therefore."""
     module, x = siblings(mesh), input_of(mesh)
     module.add_module("third", converted(K, 256, recipe=Recipe(scale="power_of_two")))
     parallelize_module(module.third, mesh, RowwiseParallel())
@@ -349,7 +347,6 @@ def test_a_rowwise_linear_of_the_module_reads_another_input(mesh: DeviceMesh) ->
 
 @on_ranks(2)
 def test_what_is_refused(mesh: DeviceMesh, device: str) -> None:
-    """Linears of unequal recipes, and other products of a prepared input."""
     module, x = siblings(mesh), input_of(mesh)
     convert(module.second, Recipe(scale="power_of_two"), skip_small=False)
     parallel(module, mesh)

@@ -61,7 +61,6 @@ def test_a_block_computes_what_one_process_does(
 
 @on_ranks(2)
 def test_the_order_of_convert_does_not_matter(mesh: DeviceMesh) -> None:
-    """A cut model is converted, and converted again by another recipe."""
     inputs = batches(mesh)
     want = {
         recipe: compute(parallel_block(mesh, recipe=recipe), *inputs) for recipe in (Recipe(), POW2)

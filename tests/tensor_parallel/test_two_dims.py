@@ -59,7 +59,7 @@ def train(
 
 
 @on_ranks(4)
-def test_steps_are_those_of_tensor_parallel_alone(device: str) -> None:
+def test_steps_are_those_of_tensor_parallel_alone_and_fp8_travels(device: str) -> None:
     mesh = meshes(device)
     alone, both = model_on(mesh, False), model_on(mesh)
     assert isinstance(both[0].mlp.gate.weight._local_tensor, FP8Shard)
@@ -72,15 +72,9 @@ def test_steps_are_those_of_tensor_parallel_alone(device: str) -> None:
     end = weights_of(both)
     assert_same_tensors(end, weights_of(alone))
     assert all((end[name] != start[name]).any() for name in end if end[name].ndim == 2)
-
-
-@on_ranks(4)
-def test_what_travels_is_fp8(device: str) -> None:
-    mesh = meshes(device)
-    model, x = model_on(mesh), inputs(mesh)
-    assert_no_marked_product(model, x)
+    assert_no_marked_product(both, inputs(mesh))
     with Wire() as wire, torch.no_grad():
-        model(x)
+        both(inputs(mesh))
     sent = {t.dtype for t in wire.gathered if t.numel() > 4096}
     assert sent <= {torch.uint8, torch.float8_e4m3fn}
 

@@ -31,7 +31,7 @@ from tests.support.sharded import (
     whole,
 )
 from tests.support.sharded_checkpoints import assert_read_by
-from tests.support.wire import Wire
+from tests.support.wire import Wire, nbytes
 
 N = 156  # 1.2 blocks; 2 and 4 ranks cut blocks
 
@@ -160,21 +160,20 @@ def test_a_byte_a_parameter_and_one_small_reduction(mesh: DeviceMesh, dim: int) 
         shard(model.bfloat16(), mesh, dim)
         with Wire() as wire:
             model(randn(30, 128)).float().sum().backward()
-        steps.append(wire.traffic())
+        steps.append(wire)
     was, found = steps
     gate, stacks = 4 * 128, 3 * 4 * 128 * 256
     sent = 2 * stacks // 2  # for forward, and again for backward
-    assert (was.gathered_bytes, was.reductions) == (2 * sent + 2 * gate // 2, 0)
-    assert (found.gathered_bytes, found.reductions) == (sent + 2 * gate // 2, 1)
-    assert found.gathered_dtypes == {torch.bfloat16, torch.uint8}
-    assert found.gathers == was.gathers
+    assert nbytes(was.gathered) == 2 * sent + 2 * gate // 2 and not was.reduced
+    assert nbytes(found.gathered) == sent + 2 * gate // 2
+    assert {x.dtype for x in found.gathered} == {torch.bfloat16, torch.uint8}
+    assert len(found.gathered) == len(was.gathered)
     # rows of 4 scales: w1 and w3 have 2 of them, w2 has one
-    assert found.reduced_bytes == 4 * 4 * 4 * (2 + 2 + 1)
+    assert [x.nbytes for x in found.reduced] == [4 * 4 * 4 * (2 + 2 + 1)]
 
 
 @on_ranks(2, 4)
 def test_frozen_experts_are_sharded_as_bytes(mesh: DeviceMesh, device: str) -> None:
-    """Also fewer of them than ranks."""
     for make in (TitanMoE, BatchedMoE):
         for dim in (0, 1):
             model = make(3, K, N).to(device)

@@ -47,7 +47,6 @@ WRITES: tuple[Callable[[Tensor], Any], ...] = (
 
 @on_ranks(3, gpus=())
 def test_writes_through_aliases(mesh: DeviceMesh) -> None:
-    """Also on one rank alone."""
     model, _ = trained(mesh)
     for write in WRITES:
         for layer in (0, 4):
@@ -111,7 +110,6 @@ def test_saved_while_training_goes_on(mesh: DeviceMesh, tmp_path: Path) -> None:
 def test_plain_dtensors_become_weights_that_are_gathered_in_fp8(
     mesh: DeviceMesh, names: list[str] | None, assign: bool, after_forward: bool
 ) -> None:
-    """All or one; assigned or copied, before the first forward or after it."""
     model, _ = trained(mesh)
     target, _ = sharded(converted(seed=4), mesh)
     if after_forward:

@@ -133,7 +133,6 @@ def test_a_way_to_shard_and_run(mesh: DeviceMesh, device: str, way: str) -> None
 
 @on_ranks(4)
 def test_four_ranks(mesh: DeviceMesh, device: str) -> None:
-    """Also over half the ranks and replicated."""
     for over in (mesh, shared_mesh(device, 2, 2, names=("replicate", "shard"))):
         model, single = twins(device)
         shard(model, over)

@@ -40,7 +40,7 @@ from tests.support.sharded import (
     twins,
     whole,
 )
-from tests.support.wire import Traffic, Wire
+from tests.support.wire import Wire, nbytes
 
 
 @on_ranks(2)
@@ -244,7 +244,6 @@ def test_a_frozen_base_is_not_sent_to_ranks_that_expect_plain_tensors() -> None:
 
 # What is gathered: the bytes of the whole cast, one for each parameter, and little else
 
-
 COLUMNS = 240  # 2, 3 and 4 ranks share them evenly, in parts of blocks
 
 
@@ -316,7 +315,7 @@ def test_a_byte_a_parameter_is_held_and_memory_does_not_grow(mesh: DeviceMesh, d
 def test_half_the_bytes_and_one_small_reduction_a_step(mesh: DeviceMesh) -> None:
     plain, fp8 = deep(3), deep(3)
     convert(fp8, skip_small=False)
-    steps: list[Traffic] = []
+    steps: list[Wire] = []
     for model in (plain, fp8):
         for module in (*model, model):
             fully_shard(module, mesh=mesh)
@@ -325,13 +324,12 @@ def test_half_the_bytes_and_one_small_reduction_a_step(mesh: DeviceMesh) -> None
             with Wire() as wire:
                 model(randn(4, 512, seed=number)).float().sum().backward()
                 step(optimizer)
-            steps.append(wire.traffic())
+            steps.append(wire)
     for was, found in zip(steps[:3], steps[3:], strict=True):
-        assert (was.reductions, was.gathered_dtypes) == (0, {torch.bfloat16})
-        assert (found.reductions, found.gathered_dtypes) == (1, {torch.uint8})
-        assert found.gathers == was.gathers
-        assert found.reduced_bytes == 3 * 16 * 4  # 3 weights of 4 x 4 blocks
-        assert found.gathered_bytes == was.gathered_bytes / 2
+        assert {x.dtype for x in was.gathered} == {torch.bfloat16} and not was.reduced
+        assert [x.dtype for x in found.gathered] == [torch.uint8] * len(was.gathered)
+        assert [x.nbytes for x in found.reduced] == [3 * 16 * 4]  # 3 weights of 4 x 4 blocks
+        assert nbytes(found.gathered) == nbytes(was.gathered) / 2
 
 
 @on_ranks(4, gpus=())
@@ -340,3 +338,18 @@ def test_gathering_over_fewer_ranks_for_backward_is_refused(mesh: DeviceMesh, de
     shard(model, mesh, reshard_after_forward=2)
     with pytest.raises(NotImplementedError, match=r"^reshard_after_forward=2 with FP8 weights"):
         model(batch(0, device)).sum().backward()
+
+
+def test_a_later_gather_changes_the_weight_in_place() -> None:
+    """FSDP may gather into other memory, and frees what it has gathered, no more."""
+    shape, recipe, made = torch.Size((200, 192)), Recipe(), None
+    rows = FP8Shard(torch.ones(shape), recipe)
+    for seed in range(2):
+        cast = reference.quantize_rowwise(randn(*shape, seed=seed), recipe.weight_format)
+        gathered = cast.data.view(torch.uint8).flatten()
+        sent = (shape, cast.scale, recipe, (seed, False))
+        returned = rows.fsdp_post_all_gather((gathered,), sent, torch.bfloat16, out=made)
+        made, _ = returned or (made, ())
+        assert made.rowwise_data.data_ptr() == gathered.data_ptr()
+        assert_same_cast(made.rowwise(), cast)
+        assert made.columnwise() and made.columnwise_data is None
