@@ -26,8 +26,6 @@ from tests.support.models import (
 )
 from tests.support.steps import assert_bits, step
 
-# Accuracy
-
 SMALL_KN = [(256, 384), (192, 576), (130, 70)]
 LARGE_KN = [(2048, 1100), (7168, 2112), (2048, 10944)]
 TOKENS = [1, 3, 127, 128, 300]

@@ -19,8 +19,10 @@ from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, Recipe, function
 from blocktensor.autograd import pipelining
 from blocktensor.autograd.backward import FP8Function
 from blocktensor.autograd.quantize import normed
+from tests.support.asserts import refused
 from tests.support.groups import ends
 from tests.support.linear_ways import (
+    HIGH,
     assert_all_equal,
     gone_when,
     grads_of,
@@ -30,8 +32,6 @@ from tests.support.linear_ways import (
 )
 from tests.support.models import FP32_SCALES, Trace, linear, randn
 from tests.support.numeric import assert_same
-from tests.support.refusals import refused
-from tests.support.wgrad_inputs import HIGH
 
 __all__ = ["way_of_linears"]
 in_each_way = pytest.mark.usefixtures("way_of_linears")

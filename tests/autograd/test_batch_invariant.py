@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from blocktensor import Recipe, functional, fuse
 from blocktensor.ops.gemm import ops
+from tests.support.backends import Watched
 from tests.support.mlps import MLP, K, converted
 from tests.support.models import linear, randn
-from tests.support.reference_ops import Watched
 
 INVARIANT = Recipe(batch_invariant=True)
 

@@ -8,8 +8,8 @@ from torch import nn
 
 import blocktensor
 from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, Recipe, functional
+from tests.support.asserts import Call, refused
 from tests.support.models import POWER_OF_TWO, SQUARE, linear, randn
-from tests.support.refusals import Call, refused
 
 W, X = randn(256, 384, seed=1), randn(5, 384)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from blocktensor import BlockwiseFP8Weight, Recipe, functional, quantize
 from blocktensor.overrides import dynamo
+from tests.support.asserts import Call, refused
 from tests.support.compiling import afresh, graphs, instantiates
 from tests.support.gated import (
     EAGER,
@@ -29,10 +30,8 @@ from tests.support.gated import (
     whether_recomputed,
 )
 from tests.support.groups import GROUPS, ends
-from tests.support.linear_ways import way_of_linears
+from tests.support.linear_ways import HIGH, ROWS, way_of_linears
 from tests.support.models import FP32_SCALES, POWER_OF_TWO, Trace, plain, randn
-from tests.support.refusals import Call, refused
-from tests.support.wgrad_inputs import HIGH, ROWS
 
 __all__ = ["afresh", "way_of_linears"]
 

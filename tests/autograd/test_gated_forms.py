@@ -14,9 +14,9 @@ from torch import Tensor
 from blocktensor import BlockwiseFP8Weight, functional
 from blocktensor.autograd import gated_forms, plan, products
 from tests.support.gated import HIDDEN, KINDS, K, Kind, N, before, weights, whether_recomputed
+from tests.support.linear_ways import saved_by
 from tests.support.models import Trace, randn
 from tests.support.steps import assert_trace
-from tests.support.wgrad_inputs import saved_by
 
 fused = functional.gated_mlp
 JOINT, EXPERTS = KINDS["joint"], KINDS["experts"]

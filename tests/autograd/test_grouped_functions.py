@@ -12,11 +12,11 @@ from expecttest import assert_expected_inline
 from torch import Tensor, nn
 
 from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, functional
+from tests.support.asserts import Call, refused
 from tests.support.groups import ends
 from tests.support.models import SQUARE, Trace, randn
 from tests.support.models import both_kinds as weights_of
 from tests.support.numeric import assert_same
-from tests.support.refusals import Call, refused
 
 E, T, N, K = 3, 130, 144, 192
 OFFS = ends(1, 0, 120)

@@ -12,8 +12,18 @@ from torch import Tensor, nn
 
 from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, Recipe, functional, quantize
 from blocktensor.autograd.products import sum_groups
+from tests.support.asserts import Call, refused
 from tests.support.groups import GROUPS, columnwise, ends, ranges
-from tests.support.linear_ways import assert_all_equal, gone_when, storage_is_gone
+from tests.support.linear_ways import (
+    HIGH,
+    ROWS,
+    assert_all_equal,
+    every_recipe,
+    gone_when,
+    saved_by,
+    storage_is_gone,
+    wgrad,
+)
 from tests.support.models import (
     FP32_SCALES,
     POWER_OF_TWO,
@@ -24,9 +34,7 @@ from tests.support.models import (
     randn,
 )
 from tests.support.numeric import assert_same, relative_error
-from tests.support.refusals import Call, refused
 from tests.support.steps import ours
-from tests.support.wgrad_inputs import HIGH, ROWS, every_recipe, saved_by, wgrad
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 N, K = 144, 192

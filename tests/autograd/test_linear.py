@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from blocktensor import BlockwiseFP8Weight, Recipe, functional, quantize
-from tests.support.linear_ways import assert_all_equal, grads_of, way_of_linears
+from tests.support.linear_ways import assert_all_equal, grads_of, saved_by, way_of_linears
 from tests.support.models import (
     RECIPES,
     assert_matches,
@@ -20,7 +20,6 @@ from tests.support.models import (
     randn,
     unaligned,
 )
-from tests.support.wgrad_inputs import saved_by
 
 __all__ = ["way_of_linears"]
 pytestmark = pytest.mark.usefixtures("way_of_linears")

@@ -18,10 +18,10 @@ from blocktensor import Recipe, audit_step, convert, freeze, functional
 from blocktensor.autograd import linear_cross_entropy as module_under_test
 from blocktensor.ops.gemm.ops import gemm
 from blocktensor.overrides import dynamo
+from tests.support.asserts import Call, refused
+from tests.support.linear_ways import saved_by
 from tests.support.models import linear, randn
 from tests.support.numeric import relative_error
-from tests.support.refusals import Call, refused
-from tests.support.wgrad_inputs import saved_by
 
 BF16, FP32 = torch.bfloat16, torch.float32
 V, K, T = 520, 200, 300

@@ -15,10 +15,9 @@ from blocktensor.autograd import plan as plans
 from blocktensor.autograd.linear import _dgrad_and_wgrad
 from blocktensor.ops.cast.ops import quantize_both
 from blocktensor.ops.formats import BLOCKS_1X128, Quantized
-from tests.support.linear_ways import WAYS, grads_of, run_linears
+from tests.support.linear_ways import HIGH, ROWS, WAYS, grads_of, run_linears
 from tests.support.models import Trace, assert_matches, composed, linear, plain, randn, unaligned
 from tests.support.steps import assert_trace, ours
-from tests.support.wgrad_inputs import HIGH, ROWS
 
 N, K = 256, 384
 

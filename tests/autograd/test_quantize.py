@@ -14,8 +14,8 @@ from blocktensor import BlockwiseFP8Tensor, Recipe, functional, quantize
 from blocktensor.autograd.quantize import normed
 from blocktensor.ops.norm import reference
 from tests.support.gated import K, assert_bits, results, unfused, weights
+from tests.support.linear_ways import ROWS, saved_by
 from tests.support.models import FP32_SCALES, POWER_OF_TWO, linear, randn
-from tests.support.wgrad_inputs import ROWS, saved_by
 
 
 def test_a_shared_activation_is_cast_and_saved_once() -> None:

@@ -22,9 +22,9 @@ from blocktensor import BlockwiseFP8Weight, functional, share_inputs
 from blocktensor.autograd.shared_cast import SharedCasts, this_thread
 from blocktensor.ops import reference
 from blocktensor.ops.formats import BlockFormat, Quantized
+from tests.support.backends import replace_op
 from tests.support.linear_ways import storage_is_gone
 from tests.support.models import randn
-from tests.support.reference_ops import replace_op
 from tests.support.siblings import Casts, K, Mlp, Qkv, X, assert_same, casts, converted, results
 
 __all__ = ["casts"]

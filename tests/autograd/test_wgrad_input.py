@@ -14,13 +14,22 @@ from torch import Tensor
 from blocktensor import Recipe, functional, quantize, share_inputs, to_blockwise_fp8_weights
 from blocktensor.ops import reference
 from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_128X128
-from tests.support.linear_ways import assert_all_equal, grads_of, way_of_linears
+from tests.support.asserts import refused
+from tests.support.linear_ways import (
+    HIGH,
+    RECIPES,
+    ROWS,
+    assert_all_equal,
+    every_recipe,
+    grads_of,
+    saved_by,
+    way_of_linears,
+    wgrad,
+)
 from tests.support.models import assert_matches, linear, randn
 from tests.support.numeric import assert_same, relative_error
-from tests.support.refusals import refused
 from tests.support.siblings import K as SIBLINGS_K
 from tests.support.siblings import Qkv, converted, results
-from tests.support.wgrad_inputs import HIGH, RECIPES, ROWS, every_recipe, saved_by, wgrad
 
 __all__ = ["way_of_linears"]
 pytestmark = pytest.mark.usefixtures("way_of_linears")

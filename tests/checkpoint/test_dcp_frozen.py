@@ -19,8 +19,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from blocktensor import BlockwiseFP8Tensor, Recipe, convert, freeze, iter_fp8
 from tests.support.arranged import ARRANGEMENTS, arrange, fsdp, net, same_bits
-from tests.support.conv1d import Conv1D
-from tests.support.models import complaint, randn
+from tests.support.models import Conv1D, complaint, randn
 from tests.support.ranks import on_ranks
 from tests.support.sharded_checkpoints import (
     IN_FP32,

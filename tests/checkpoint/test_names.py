@@ -32,8 +32,7 @@ from blocktensor.ops.formats import BLOCKS_128X128
 from tests.support.checkpoint_experts import Tensors, read, save_whole
 from tests.support.checkpoint_models import edit_json
 from tests.support.moe_models import transformers_moe
-from tests.support.pretrained import choices, llama, quiet, values
-from tests.support.vision_models import qwen
+from tests.support.pretrained import choices, llama, quiet, qwen, values
 
 CASES = int(os.environ.get("CHECKPOINT_NAMES_FUZZ", "25"))
 FIRST = int(os.environ.get("CHECKPOINT_FUZZ_SEED", "25"))

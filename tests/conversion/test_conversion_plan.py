@@ -130,9 +130,6 @@ def test_the_head_is_converted_on_request_unless_it_is_tied() -> None:
         assert found.get("lm_head") == why
 
 
-# Ties
-
-
 def tied_linears() -> nn.ModuleDict:
     """Return a and b of one weight, and c."""
     model = nn.ModuleDict({name: nn.Linear(DIM, DIM, bias=False) for name in ("a", "b", "c")})
@@ -167,9 +164,6 @@ def test_tied_linears_convert_once_and_say_so_again() -> None:
     assert [e.name for e in report.skipped] == ["embed"]
     tied = ["tied to 'a'", "already converted", "embedding; tied to 'a'"]
     assert [e.reason for e in report.entries] == ["already converted", *tied]
-
-
-# What is left alone
 
 
 def test_the_output_projection_of_attention_is_left_alone() -> None:

@@ -18,10 +18,10 @@ from blocktensor import to_blockwise_fp8_weights as apply
 from blocktensor.conversion import fast_path
 from blocktensor.ops.gemm.choose_backend import GEMM_BACKENDS
 from blocktensor.ops.grouped_gemm.choose_backend import GROUPED_BACKENDS
-from tests.support.matrices import Experts, every_kind
+from tests.support.backends import CPU, CUDA, OFF, Pretend, pretend
+from tests.support.matrices import Experts, every_matrix
 from tests.support.models import DIM, Model, reasons
 from tests.support.moe_models import TitanMoE
-from tests.support.pretended_gpu import CPU, CUDA, OFF, Pretend, pretend
 
 __all__ = ["pretend"]
 
@@ -50,7 +50,7 @@ lm_head        50x64   float32  5.7%   -        lm head: 50 outputs, the entries
 
 
 def test_every_matrix_has_a_row() -> None:
-    report = convert(every_kind(), skip_small=False)
+    report = convert(every_matrix(), skip_small=False)
     assert_expected_inline(
         str(report),
         """\
@@ -181,9 +181,6 @@ experts that convert knows. Matrices left alone: embedding (1), stack of matrice
 (2), not the weight of a linear (1)""",
     )
     assert warning(nn.Sequential()).endswith("Matrices left alone: none")
-
-
-# The fast path
 
 
 @pytest.fixture

@@ -23,6 +23,7 @@ from blocktensor import (
 )
 from blocktensor import to_blockwise_fp8_weights as apply
 from blocktensor.ops import reference
+from tests.support.backends import replace_op
 from tests.support.models import (
     DIM,
     LINEARS,
@@ -37,7 +38,6 @@ from tests.support.models import (
     randn,
     reasons,
 )
-from tests.support.reference_ops import replace_op
 
 N, K = 200, 300
 

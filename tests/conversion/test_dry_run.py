@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from blocktensor import BlockwiseFP8Weight, Recipe, convert, explain
 from blocktensor import to_blockwise_fp8_weights as apply
 from blocktensor.model.weights import fp8_weights
-from tests.support.matrices import every_kind
+from tests.support.matrices import every_matrix
 from tests.support.models import DIM, Model, reasons
 from tests.support.moe_models import TitanMoE
 from tests.support.ranks import on_ranks
@@ -25,7 +25,7 @@ NAMED = OPTIONS | {"stacks": {"*.experts": ["gate_up_proj", "down_proj"]}}
 
 
 def all_frozen() -> nn.Module:
-    model = every_kind()
+    model = every_matrix()
     for parameter in model.parameters():
         parameter.requires_grad = False  # requires_grad_ refuses lazy ones
     return model
@@ -61,9 +61,9 @@ def twice_converted() -> nn.Module:
 
 Case = tuple[Callable[[], nn.Module], dict[str, Any]]
 CASES: dict[str, Case] = {
-    "kinds": (every_kind, OPTIONS),
+    "kinds": (every_matrix, OPTIONS),
     "kinds, frozen": (all_frozen, NAMED),
-    "stacks": (every_kind, NAMED),
+    "stacks": (every_matrix, NAMED),
     "experts": (lambda: TitanMoE(2, 128, 256), OPTIONS),
     "partly frozen": (partly_frozen, OPTIONS | {"convert_head": True, "skip": ["*.1.up"]}),
     "meta": (on_meta, OPTIONS),

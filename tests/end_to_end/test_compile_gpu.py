@@ -17,12 +17,12 @@ from blocktensor import (
     share_inputs,
 )
 from tests.support import fused_experts
+from tests.support.asserts import no_synchronization
 from tests.support.compiling import afresh, assert_as_eager, graphs
 from tests.support.groups import ends
 from tests.support.models import randn
 from tests.support.moe_models import transformers_moe
 from tests.support.steps import assert_bits, losses_of, step
-from tests.support.synchronization import no_synchronization
 
 pytestmark = [
     pytest.mark.gpu,
@@ -105,8 +105,6 @@ def test_no_fp8_weight_lives_from_forward_to_backward() -> None:
     y.sum().backward()
     assert all(layer.weight.cache.nbytes() == 0 for layer in layers)
 
-
-# Experts
 
 E, K, N = 8, 256, 512
 SIZES = (300, 0, 129, 1, 127, 128, 0, 339)

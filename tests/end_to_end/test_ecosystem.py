@@ -19,9 +19,9 @@ from torch.utils.checkpoint import (
 
 from blocktensor import convert, freeze
 from blocktensor.ops import reference
+from tests.support.backends import replace_op
 from tests.support.models import randn
 from tests.support.ranks import forking, on_ranks
-from tests.support.reference_ops import replace_op
 from tests.support.steps import assert_bits, step
 
 K = 192
@@ -36,9 +36,6 @@ def mlp(dtype: torch.dtype = torch.bfloat16) -> nn.Sequential:
 
 def values(model: nn.Module) -> list[Tensor]:
     return [x.clone() for x in model.state_dict().values()]
-
-
-# Data parallelism
 
 
 def batch(rank: int, number: int) -> Tensor:
@@ -64,9 +61,6 @@ def test_ddp_trains_as_one_process_with_the_mean_gradient(world: int, device: st
         torch.testing.assert_close(ours, wanted, rtol=1e-4, atol=1e-6)  # gradients summed elsewhere
 
 
-# Loss scaling
-
-
 def test_loss_scaling_skips_what_overflows() -> None:
     model, twin = mlp(torch.float32), mlp(torch.float32)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
@@ -87,9 +81,6 @@ def test_loss_scaling_skips_what_overflows() -> None:
     after = scaled_step(model(x * torch.inf).sum())
     assert all(map(torch.equal, after, before))
     assert scaler.get_scale() == 2.0**9
-
-
-# Other processes
 
 
 def run_shared(rank: int, model: nn.Module, x: Tensor, out: Tensor) -> None:
@@ -117,9 +108,6 @@ def test_a_model_in_shared_memory(frozen: bool) -> None:
         again = mlp()
         again.load_state_dict(model.state_dict())
         assert torch.equal(model(x), again(x))
-
-
-# Checkpointing by policy
 
 
 @pytest.mark.parametrize("saved", ["gemm", "quantize_both", "nothing"])

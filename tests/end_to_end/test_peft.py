@@ -17,7 +17,7 @@ from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_t
 
 import blocktensor.integrations.peft  # noqa: F401
 from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, convert, freeze, unfreeze
-from tests.support.audited import assert_no_marked_product
+from tests.support.asserts import assert_no_marked_product
 from tests.support.models import FP8_TYPES, Model, assert_same_bytes
 from tests.support.moe_models import TOKENS, transformers_moe
 from tests.support.steps import losses_of

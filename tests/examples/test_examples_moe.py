@@ -11,9 +11,9 @@ pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 
 from blocktensor import BlockwiseFP8Weight, audit, convert, explain
+from tests.support.asserts import no_synchronization
 from tests.support.models import randn
 from tests.support.scripts import Load
-from tests.support.synchronization import no_synchronization
 
 TINY = [
     *("--experts", "4", "--dim", "16", "--layers", "1", "--heads", "2", "--seq", "16"),

@@ -182,9 +182,6 @@ def test_adapters(name: str, linear: str, reasons: list[str], runs: int, first: 
     assert kind.fused_runs(made) == runs
 
 
-# Other arguments
-
-
 class Takes(MLP):
     def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
         return super().forward(x) * scale

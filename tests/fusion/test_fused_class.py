@@ -188,9 +188,6 @@ def test_undone(kind: Kind) -> None:
     assert kind.fused_runs(model) == 0
 
 
-# What comes between
-
-
 def scaled(forward: Any) -> Any:
     return lambda self, *args: forward(self, *args) * 2
 

@@ -21,17 +21,14 @@ from blocktensor import (
     unshare_inputs,
 )
 from blocktensor import to_blockwise_fp8_weights as to_fp8
+from tests.support.backends import replace_op
 from tests.support.fused_kinds import COPIES
 from tests.support.models import FP32_SCALES, POWER_OF_TWO, RECIPES, Trace, complaint, plain, randn
 from tests.support.moe_models import GroupedExperts
-from tests.support.reference_ops import replace_op
 from tests.support.siblings import Casts, K, Mlp, N, Qkv, X, casts, converted, results
 from tests.support.steps import assert_bits, step
 
 __all__ = ["casts"]
-
-
-# Bits
 
 
 @pytest.mark.parametrize("bf16_autocast", [False, True])
@@ -65,9 +62,6 @@ def test_a_lone_linear_gives_the_same_and_saves_no_more() -> None:
                 model(X)
             sizes.append(sum(t.nbytes for t in saved.values() if t.dtype == torch.float8_e4m3fn))
     assert sizes == [16 * (3 * K + N)] * 2 + [16 * (K + N)] * 2  # 9 tokens in whole vectors
-
-
-# Casts
 
 
 @pytest.mark.parametrize("grad", [False, True])
@@ -173,9 +167,6 @@ def test_autocast_within_the_module() -> None:
         model(X)
     assert outputs[0].dtype == torch.bfloat16
     assert torch.equal(*outputs)
-
-
-# Around it
 
 
 @pytest.mark.parametrize("how", COPIES)

@@ -21,9 +21,9 @@ from blocktensor import (
     unfreeze,
     unfuse,
 )
+from tests.support.asserts import refused
+from tests.support.matrices import Fused, Unknown, fp8_names
 from tests.support.models import DIM, Model, converted_names, reasons
-from tests.support.refusals import refused
-from tests.support.stacks import Fused, Unknown, fp8_names
 
 
 @pytest.mark.parametrize("given", [None, 5, [nn.Linear(2, 2)]])

@@ -21,19 +21,19 @@ from blocktensor import (
     unfreeze,
 )
 from blocktensor.model.weights import is_conv1d, is_linear, is_transposed
-from tests.support.conv1d import Conv1D
+from tests.support.matrices import Flagged, Fused, K, Unknown, every_stack, fp8_names
 from tests.support.models import (
     DIM,
     FP8_TYPES,
     POWER_OF_TWO,
     RECIPES,
+    Conv1D,
     converted_names,
     plain,
     randn,
     reasons,
 )
 from tests.support.moe_models import TitanMoE
-from tests.support.stacks import Flagged, Fused, K, Unknown, every_kind, fp8_names
 from tests.support.steps import assert_bits, assert_trace, step
 
 ROWS, COLUMNS = 200, 300
@@ -133,7 +133,7 @@ SMALL = MinSizes(expert_n=128, expert_k=128, expert_size=0)
 
 
 def test_the_report_of_every_kind_of_experts() -> None:
-    model = every_kind()
+    model = every_stack()
     frozen = model["titan"].w2_EDF.requires_grad_(False)
     report = convert(model, stacks={"named": ["up", "down"]}, skip_small=SMALL)
     assert isinstance(frozen, BlockwiseFP8Tensor)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import Generator
 
-from tests.support.pretended_gpu import pretend
+from tests.support.backends import pretend
 
 __all__ = ["pretend"]
 

@@ -19,9 +19,9 @@ from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_1X128_POW2, BlockFormat
 from blocktensor.ops.gemm.ops import gemm
 from blocktensor.ops.grouped_gemm.ops import grouped_gemm, grouped_gemm_wgrad
 from blocktensor.ops.producers import ops
+from tests.support.asserts import refused
 from tests.support.groups import columnwise, ends, stack
 from tests.support.numeric import E4M3, operand
-from tests.support.refusals import refused
 
 RNG = Generator().manual_seed(0)
 ROW, SQUARES, POW2_SQUARES = BLOCKS_1X128, formats.BLOCKS_128X128, formats.BLOCKS_128X128_POW2

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from blocktensor import audit, audit_step, convert, freeze, share_inputs
 from tests.support import sharded, siblings
-from tests.support.audited import assert_no_marked_product
+from tests.support.asserts import assert_no_marked_product
 from tests.support.compiling import afresh as afresh
 from tests.support.compiling import graphs
 from tests.support.models import TOKENS, Model, randn

@@ -22,9 +22,8 @@ from blocktensor import (
 )
 from blocktensor.ops import reference
 from blocktensor.ops.gemm.choose_backend import GemmProblem, choose_gemm
-from tests.support.conv1d import Conv1D
-from tests.support.models import RECIPES, Model, complaint, linear, randn
-from tests.support.reference_ops import replace_op
+from tests.support.backends import replace_op
+from tests.support.models import RECIPES, Conv1D, Model, complaint, linear, randn
 
 FORCE = "BLOCKTENSOR_GEMM"
 

@@ -18,12 +18,12 @@ from blocktensor import Recipe, convert, functional, fuse, monitor, share_inputs
 from blocktensor.ops import reference
 from blocktensor.ops.formats import BlockFormat
 from blocktensor.reports import Health, Monitor
+from tests.support.asserts import no_synchronization
 from tests.support.mlps import MLP, K
 from tests.support.models import RECIPES, linear, randn
 from tests.support.moe_models import TitanMoE
 from tests.support.ranks import on_ranks
 from tests.support.steps import assert_bits, step
-from tests.support.synchronization import no_synchronization
 
 
 def by_hand(x: Tensor, format: BlockFormat) -> Health:

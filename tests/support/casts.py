@@ -1,4 +1,4 @@
-"""What tests of casts share: the casts there are, and the functions of each backend."""
+"""The casts and producers there are, the functions of each backend, and inputs for them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Generator, Tensor
 
+from blocktensor.ops import formats
 from blocktensor.ops.cast.choose_backend import CAST_BACKENDS, CastProblem
 from blocktensor.ops.formats import (
     BLOCKS_1X128,
@@ -18,6 +20,7 @@ from blocktensor.ops.formats import (
     Quantized,
 )
 from blocktensor.ops.registry import Backend
+from tests.support.numeric import values
 
 
 @dataclass(frozen=True)
@@ -76,3 +79,31 @@ def kernels(name: str, backends: Iterable[Backend[Any]] = CAST_BACKENDS) -> Func
 def gluon_takes(x: Tensor, *formats: BlockFormat) -> bool:
     """True if the Gluon kernels can read ``x``, whatever the device."""
     return kernels("gluon").backend.declines(CastProblem(x, *formats)) is None
+
+
+Formats = tuple[BlockFormat | None, BlockFormat | None]
+FORMATS: tuple[Formats, ...] = (
+    (BLOCKS_1X128, BLOCKS_1X128),
+    (BLOCKS_1X128, BLOCKS_128X128),
+    (None, BLOCKS_1X128),
+    (None, BLOCKS_128X128),
+    (BLOCKS_1X128, None),
+    (BLOCKS_1X128_POW2, BLOCKS_1X128_POW2),
+    (BLOCKS_1X128_POW2, formats.BLOCKS_128X128_POW2),
+)
+SIZES = (0, 1, 127, 128, 129, 130, 136, 256, 300, 512, 576, 1096, 10944)
+
+
+def three(
+    rows: int,
+    cols: int,
+    dtype: torch.dtype = torch.bfloat16,
+    kinds: tuple[str, str, str] = ("normal", "normal", "normal"),
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradient of h, gate and up; which of them has values of the first kind, seeds decide."""
+    rng, turn = Generator().manual_seed(seed), seed % 3
+    made = [values(kind, rows, cols, dtype, rng).to(device) for kind in kinds]
+    grad, gate, up = made[turn:] + made[:turn]
+    return grad, gate, up

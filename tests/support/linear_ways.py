@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from blocktensor import Recipe
 from blocktensor.autograd import plan
 from blocktensor.ops import reference
-from tests.support.reference_ops import replace_op
+from tests.support.backends import replace_op
 
 WAYS = ("op by op", "sequence")
 
@@ -76,3 +77,27 @@ def gone_when(
 def storage_is_gone(x: Tensor) -> Callable[[], bool]:
     """Return whether the memory of ``x`` is freed, when it is called."""
     return StorageWeakRef(x.untyped_storage()).expired
+
+
+ROWS, HIGH = Recipe(wgrad_input="1x128"), Recipe(wgrad_input="high_precision")
+RECIPES = (ROWS, Recipe(scale="power_of_two", wgrad_input="1x128"), HIGH)
+every_recipe = pytest.mark.parametrize(
+    "recipe", RECIPES, ids=lambda recipe: f"{recipe.wgrad_input} {recipe.scale}"
+)
+
+
+def wgrad(grad: Tensor, x: Tensor, recipe: Recipe, dtype: torch.dtype) -> Tensor:
+    """``gradᵀ x`` of matrices, spelled out."""
+    format = recipe.wgrad_input_format
+    if format is None:
+        return (grad.t() @ x).to(dtype)
+    g_col = reference.quantize_columnwise(grad, recipe.activation_format)
+    return reference.gemm(g_col, reference.quantize_columnwise(x, format), None, dtype)
+
+
+def saved_by(run: Callable[[], Any]) -> list[Tensor]:
+    """The tensors that ``run()`` saves for backward."""
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        run()
+    return saved

@@ -262,3 +262,20 @@ class Trace(TorchDispatchMode):
     def count(self, part: str) -> int:
         """How many ops have ``part`` in their name."""
         return sum(part in op for op in self.ops)
+
+
+class Conv1D(nn.Module):
+    """The linear of GPT-2, whose weight is ``[K, N]``; as transformers has it."""
+
+    def __init__(self, nf: int, nx: int) -> None:
+        super().__init__()
+        self.nf, self.nx = nf, nx
+        self.weight = nn.Parameter(torch.randn(nx, nf) * 0.02)
+        self.bias = nn.Parameter(torch.zeros(nf))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight)
+        return y.view(*x.shape[:-1], self.nf)
+
+
+Conv1D.__module__ = "transformers.pytorch_utils"

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from blocktensor import Recipe, convert, quantize
 from blocktensor.ops import reference
 from blocktensor.ops.formats import BlockFormat, Quantized
+from tests.support.backends import replace_op
 from tests.support.models import FP32_SCALES, randn
-from tests.support.reference_ops import replace_op
 from tests.support.steps import assert_bits, step
 
 K, N = 192, 160

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 import blocktensor
 from blocktensor import BlockwiseFP8Tensor, Recipe, functional
 from blocktensor.ops import reference
+from tests.support.asserts import Call, refused
+from tests.support.linear_ways import HIGH
 from tests.support.models import (
     FP32_SCALES,
     POWER_OF_TWO,
@@ -27,8 +29,6 @@ from tests.support.models import (
     quantized,
     randn,
 )
-from tests.support.refusals import Call, refused
-from tests.support.wgrad_inputs import HIGH
 
 ROWS = (7,), (5, 200), (300, 130), (2, 3, 200), (0, 200), (5, 0)
 SQUARES_OF = (200, 300), (128, 128), (3, 200, 130), (0, 200), (2, 0, 5)

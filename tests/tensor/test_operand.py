@@ -13,6 +13,7 @@ from torch import nn
 
 from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, convert, quantize
 from blocktensor.tensor.base import rebuilt
+from tests.support.linear_ways import HIGH
 from tests.support.models import (
     POWER_OF_TWO,
     SQUARE,
@@ -22,7 +23,6 @@ from tests.support.models import (
     quantized,
     randn,
 )
-from tests.support.wgrad_inputs import HIGH
 
 
 @pytest.mark.parametrize("shape", [(200, 300), (3, 200, 130)])

@@ -33,7 +33,7 @@ from tests.support.parallel_linears import (
 )
 from tests.support.parallel_linears import Mlp as GatedMlp
 from tests.support.ranks import on_ranks, shared_mesh
-from tests.support.wire import Wire
+from tests.support.sharded import Wire
 
 EAGERLY = {"fullgraph": True, "backend": "aot_eager"}
 

@@ -34,7 +34,7 @@ from tests.support.parallel_linears import (
     wgrad_of_part,
 )
 from tests.support.ranks import on_ranks, shared_mesh
-from tests.support.wire import Wire
+from tests.support.sharded import Wire
 
 K = 256
 CUTS = {"on the grid": 128, "192 a rank": 192, "64 a rank": 64}

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from blocktensor import BlockwiseFP8Weight, Recipe, convert, explain, freeze
 from blocktensor.distributed import ColwiseParallel, PrepareModuleInput, RowwiseParallel
-from tests.support.audited import assert_no_marked_product
+from tests.support.asserts import assert_no_marked_product
 from tests.support.numeric import assert_same, relative_error
 from tests.support.parallel_linears import (
     BF16,
@@ -38,8 +38,7 @@ from tests.support.parallel_linears import (
     tokens_of,
 )
 from tests.support.ranks import on_ranks
-from tests.support.sharded import scale, whole
-from tests.support.wire import Wire
+from tests.support.sharded import Wire, scale, whole
 
 POW2 = Recipe(scale="power_of_two")
 

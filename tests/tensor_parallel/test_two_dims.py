@@ -15,13 +15,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from blocktensor.distributed import FP8Shard
-from tests.support.audited import assert_no_marked_product
+from tests.support.asserts import assert_no_marked_product
 from tests.support.numeric import assert_same, relative_error
 from tests.support.parallel_linears import batch, block, parallel_block, tokens_of
 from tests.support.ranks import on_ranks, shared_mesh
-from tests.support.sharded import scale, step
+from tests.support.sharded import Wire, scale, step
 from tests.support.sharded_checkpoints import assert_same_tensors, load, save, weights_of
-from tests.support.wire import Wire
 
 # torch warns of every redistribution over two dimensions
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support import ranks, titan_cpu
+from tests.support.sharded import Wire
 from tests.support.titan_cpu import (
     MODELS,
     Losses,
@@ -92,24 +92,11 @@ def whole(x: Any) -> torch.Tensor:
     return found
 
 
-class Gathers(TorchDispatchMode):
-    """Count the dtypes that tensor parallel ranks gather."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dtypes: Counter[torch.dtype] = Counter()
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if "all_gather_into_tensor" in op.name() and "_c10d_functional" in op.name():
-            sent = args[0] if isinstance(args[0], torch.Tensor) else args[0][0]
-            self.dtypes[sent.dtype] += 1
-        return op(*args, **(kwargs or {}))
-
-
 def gathers(trainer: Any) -> Counter[torch.dtype]:
-    with Gathers() as found:
+    """Count the dtypes that tensor parallel ranks gather."""
+    with Wire() as wire:
         one_step(trainer)
-    return found.dtypes
+    return Counter(x.dtype for x in wire.gathered)
 
 
 def in_microbatches(config: Any, count: int, ranks: int = 1) -> Any:

@@ -30,8 +30,7 @@ from blocktensor.integrations.transformers.loading import FP8Checkpoint, fp8_che
 from tests.support.checkpoint_experts import join_matrices, read, rewrite
 from tests.support.checkpoint_models import assert_same, state
 from tests.support.moe_models import transformers_moe
-from tests.support.pretrained import MODELS, choices, fp8_names, llama, loaded, logits, values
-from tests.support.vision_models import qwen
+from tests.support.pretrained import MODELS, choices, fp8_names, llama, loaded, logits, qwen, values
 
 
 def built(kind: str, folder: Path) -> Any:

@@ -15,10 +15,10 @@ from blocktensor.ops.cast import ops
 from blocktensor.ops.cast.choose_backend import cast_backend
 from blocktensor.ops.cast.ops import quantize_transpose, quantize_with_transpose
 from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_128X128, BlockFormat, ceil_div
+from tests.support.backends import decide_anew
 from tests.support.casts import gluon_takes
 from tests.support.models import randn
 from tests.support.numeric import DTYPES, KINDS, assert_same, assert_same_forms, to_device, values
-from tests.support.reference_ops import decide_anew
 
 SQUARES = [BLOCKS_128X128, formats.BLOCKS_128X128_POW2]
 every_format = pytest.mark.parametrize("format", SQUARES, ids=lambda format: format.name)

@@ -20,7 +20,7 @@ from blocktensor.ops.formats import (
 )
 from blocktensor.ops.op import OPS
 from blocktensor.ops.registry import first_choice
-from tests.support.pretended_gpu import CUDA, Pretend
+from tests.support.backends import CUDA, Pretend
 
 COMPOSED = ("quantize_transpose",)
 """Ops made of others."""

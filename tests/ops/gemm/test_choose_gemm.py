@@ -17,7 +17,7 @@ from blocktensor.ops.gemm import choose_backend
 from blocktensor.ops.gemm.choose_backend import GEMM_BACKENDS, choose_gemm, usable_gemm_backends
 from blocktensor.ops.gemm.hopper.tiles import choose_tile
 from blocktensor.ops.runtime.specialize import GEMM_VARIABLE
-from tests.support.pretended_gpu import CPU, CUDA, OFF, Pretend
+from tests.support.backends import CPU, CUDA, OFF, Pretend
 
 pytestmark = pytest.mark.usefixtures("pretend")
 

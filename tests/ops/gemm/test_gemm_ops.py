@@ -18,8 +18,8 @@ from blocktensor.ops.gemm import ops
 from blocktensor.ops.gemm.choose_backend import GemmProblem
 from blocktensor.ops.gemm.ops import gemm
 from blocktensor.ops.scale_layouts import in_vectors
+from tests.support.backends import Watched
 from tests.support.numeric import DTYPES, E4M3, FORMATS, assert_same, operand, worst_row
-from tests.support.reference_ops import Watched
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_128X128, BlockFormat
 from blocktensor.ops.grouped_gemm.choose_backend import GroupedProblem, choose_grouped
 from blocktensor.ops.grouped_gemm.tiles import choose_wgrad_tile
 from blocktensor.ops.runtime.specialize import GEMM_VARIABLE
-from tests.support.pretended_gpu import CPU, CUDA, Pretend
+from tests.support.backends import CPU, CUDA, Pretend
 
 pytestmark = pytest.mark.usefixtures("pretend")
 

@@ -14,11 +14,11 @@ from blocktensor.ops.formats import BLOCKS_1X128_POW2, BLOCKS_128X128, Quantized
 from blocktensor.ops.grouped_gemm import choose_backend, tiles
 from blocktensor.ops.grouped_gemm.ops import grouped_gemm, grouped_gemm_wgrad
 from blocktensor.ops.runtime.specialize import GEMM_VARIABLE
+from tests.support.asserts import no_synchronization
 from tests.support.casts import Functions, kernels
 from tests.support.gemms import TOLERANCE
 from tests.support.groups import Groups, Operands, drawn, ends, operands
 from tests.support.numeric import assert_same, relative_error
-from tests.support.synchronization import no_synchronization
 
 pytestmark = pytest.mark.gpu
 

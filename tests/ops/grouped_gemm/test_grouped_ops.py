@@ -15,10 +15,10 @@ from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_128X128, KERNEL_FORMATS
 from blocktensor.ops.grouped_gemm import ops
 from blocktensor.ops.grouped_gemm.choose_backend import GroupedProblem
 from tests.support import numeric
+from tests.support.backends import Watched
 from tests.support.groups import GROUPS, columnwise, ends, ranges, stack
 from tests.support.models import Trace
 from tests.support.numeric import DTYPES, E4M3, assert_same, expand, operand, relative_error, values
-from tests.support.reference_ops import Watched
 
 N, K = 130, 200
 

@@ -21,10 +21,9 @@ from blocktensor.ops.producers.choose_backend import (
     producer_backend,
 )
 from blocktensor.ops.producers.reference import ACTIVATIONS
-from tests.support.casts import kernels
+from tests.support.casts import FORMATS, SIZES, Formats, kernels, three
 from tests.support.groups import ends, filled
 from tests.support.numeric import DTYPES, KINDS, assert_same_forms, values
-from tests.support.producers import FORMATS, SIZES, Formats, three
 
 pytest.importorskip("triton")
 

@@ -18,10 +18,9 @@ from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_128X128
 from blocktensor.ops.producers import ops, reference
 from blocktensor.ops.producers.choose_backend import PRODUCER_BACKENDS, ProducerProblem
 from blocktensor.ops.producers.reference import ACTIVATIONS
-from tests.support.casts import kernels
+from tests.support.casts import FORMATS, Formats, kernels, three
 from tests.support.groups import ends, filled
 from tests.support.numeric import DTYPES, assert_same_forms, values
-from tests.support.producers import FORMATS, Formats, three
 
 BF16 = torch.bfloat16
 every_formats = pytest.mark.parametrize("formats", FORMATS, ids=range(len(FORMATS)))

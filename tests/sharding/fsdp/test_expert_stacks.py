@@ -21,17 +21,18 @@ from tests.support.moe_models import BatchedMoE, TitanMoE
 from tests.support.ranks import on_ranks, shared_mesh
 from tests.support.sharded import (
     K,
+    Wire,
     assert_trains_as,
     batch,
     gradients,
     local_kinds,
     loss_of,
+    nbytes,
     reductions,
     step,
     whole,
 )
 from tests.support.sharded_checkpoints import assert_read_by
-from tests.support.wire import Wire, nbytes
 
 N = 156  # 1.2 blocks; 2 and 4 ranks cut blocks
 

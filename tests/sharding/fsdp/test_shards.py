@@ -27,12 +27,14 @@ from tests.support.sharded import (
     HIDDEN,
     OUT,
     K,
+    Wire,
     assert_same_cast,
     assert_trains_as,
     batch,
     build,
     deep,
     loss_of,
+    nbytes,
     reductions,
     shard,
     shard_of,
@@ -40,7 +42,6 @@ from tests.support.sharded import (
     twins,
     whole,
 )
-from tests.support.wire import Wire, nbytes
 
 
 @on_ranks(2)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from blocktensor import BlockwiseFP8Tensor, quantize
 from blocktensor.ops import reference
+from tests.support.linear_ways import HIGH
 from tests.support.models import (
     POWER_OF_TWO,
     ROW,
@@ -24,7 +25,6 @@ from tests.support.models import (
     quantized,
     randn,
 )
-from tests.support.wgrad_inputs import HIGH
 
 TRANSPOSES: dict[str, Callable[[Tensor], Tensor]] = {
     "t": lambda x: x.t(),
