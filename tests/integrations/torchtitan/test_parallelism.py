@@ -255,8 +255,8 @@ def test_every_gradient_under_tensor_parallel(
 
 def test_inputs_and_gradients_are_gathered_in_fp8(on_two: list[dict[str, Any]]) -> None:
     for rank in on_two:
-        # of 2 layers: inputs of 2 modules, twice; gradients of 2 linears, both forms
-        assert rank["tp, gathers"] == {torch.uint8: 16, torch.bfloat16: 2}
+        # of 2 layers: inputs of 2 modules, twice; gradients of 2 linears, both forms; scales, too
+        assert rank["tp, gathers"] == {torch.uint8: 2 * 16, torch.bfloat16: 2}
 
 
 def test_compiled_blocks_keep_the_bits(on_two: list[dict[str, Any]]) -> None:

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.slow
 
 def example(model: str, folder: str) -> Any:
     """What the example writes about its runs of a model, by their names."""
-    small = ["--layers", "2", "--steps", "4", "--batch", "2", "--seq", "64"]
+    small = ["--layers", "2", "--steps", "4", "--batch", "1", "--seq", "64"]
     with scripts.examples() as load:
         main = load("torchtitan_fp8").main
         assert main(["--model", f"{model}_debugmodel", *small, "--out", folder]) == 0

@@ -15,7 +15,7 @@ from transformers.trainer_callback import PrinterCallback
 from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight
 from tests.support.pretrained import VOCABULARY, choices, loaded, logits
 
-BATCH, LENGTH, STEPS = 4, 16, 20
+BATCH, LENGTH, STEPS = 4, 16, 8
 _DRAWN = torch.randint(VOCABULARY, (2 * BATCH * STEPS, LENGTH), generator=torch.Generator())
 DATA: Any = [{"input_ids": x, "labels": x} for x in _DRAWN]
 
