@@ -96,11 +96,12 @@ _STATE_DICTS = "torch.distributed._state_dict_utils"
 
 
 def _check_distribute_tensor(tensor: Tensor, who: Caller) -> None:
-    """Refuse ``distribute_tensor`` of FP8 tensors other than stacks of experts."""
+    """Refuse to distribute FP8 tensors other than stacks, and to broadcast those of a state."""
     is_sent = who.place == (_STATE_DICTS, "_broadcast_tensors")  # to ranks that receive plain ones
     if not is_sent and who.module not in _DISTRIBUTES:
         return
-    if is_sent or (who.back is not None and who.back.module == _STATE_DICTS):
+    is_state = who.back is not None and who.back.module == _STATE_DICTS
+    if is_sent or (is_state and tensor.ndim != 3):
         raise NotImplementedError(
             f"set_model_state_dict cannot send parts of the frozen FP8 weight {list(tensor.shape)} "
             f"of a whole state to ranks: load it before the model is sharded, on every rank and "

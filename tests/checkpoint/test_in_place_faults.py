@@ -161,7 +161,7 @@ def test_a_failed_save_over_an_index_that_cannot_be_read(folder: Path) -> None:
 
 
 KILLS = int(os.environ.get("BLOCKTENSOR_KILLS", "4"))
-"""Of ranks of a sharded save, in turn."""
+"""How many kills end ranks of a sharded save, one rank after the other."""
 
 
 def _save_for_ever(folder: Path) -> None:

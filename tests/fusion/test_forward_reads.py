@@ -97,7 +97,7 @@ CHANGES: dict[str, Callable[[Any], tuple[Any, str, Any]]] = {
     "F.silu": lambda m: (F, "silu", times(F.silu)),
     "F.linear": lambda m: (F, "linear", times(F.linear)),
 }
-"""What is set of a model: an object, a name and a value."""
+"""A change of a model: an object, the name of an attribute, and its new value."""
 OF_INSTANCES = {
     *("an attribute", "a flag", "a setting", "a method of the instance"),
     "an attribute of the class, on the instance",

@@ -83,7 +83,7 @@ def test_transformers(family: str) -> None:
 
 
 class Torchtitan(MLP):
-    """As torchtitan and Llama's own code write it."""
+    """Compute in the way of torchtitan and Llama's own code."""
 
     names = ("w1", "w3", "w2")
 

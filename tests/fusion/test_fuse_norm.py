@@ -50,7 +50,7 @@ SCALED: dict[str, Callable[[Tensor, float], Tensor]] = {
     "clamped": lambda x, eps: over_rms(x.clamp(-100.0, 100.0).float(), eps),
     "a stopped gradient": lambda x, eps: over_rms(x.float(), eps, Tensor.detach),
 }
-"""What a norm multiplies by its weight in the dtype of x."""
+"""Forwards of norms that multiply by the weight in the dtype of x."""
 FORWARDS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "one rounding": lambda m, x: (m.scaled(x) * m.weight.float()).to(x.dtype),
     "by torch": lambda m, x: F.rms_norm(x, (K,), m.weight, m.variance_epsilon),

@@ -9,12 +9,14 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, MinSizes, convert, functional
+from blocktensor.conversion.freeze import freeze
 from blocktensor.distributed import FP8Shard, FrozenShard
 from tests.support.expert_parallel import (
     Dispatched,
@@ -63,6 +65,17 @@ def test_experts_train_as_in_one_process(mesh: DeviceMesh, device: str) -> None:
         assert all(p.requires_grad and p.is_leaf for p in model.parameters())
         sizes = sizes_of(experts, mesh.size())
         assert_steps_as_one(single, Dispatched(model, mesh.get_group()), sizes, device)
+
+
+@on_ranks(2)
+def test_frozen_experts_load_a_whole_state(mesh: DeviceMesh, device: str) -> None:
+    single, other = (converted(experts_of(4, device=device)) for _ in range(2))
+    nn.init.ones_(other.w1_EFD)
+    freeze(single), freeze(other)
+    model, rows = cut(other, mesh), slice(2 * mesh.get_rank(), 2 * mesh.get_rank() + 2)
+    set_model_state_dict(model, single.state_dict(), options=StateDictOptions(full_state_dict=True))
+    for got, want in zip(model.parameters(), single.parameters(), strict=True):
+        assert torch.equal(local_values(got), want.dequantize()[rows])
 
 
 @pytest.mark.parametrize("dim", [0, 1])

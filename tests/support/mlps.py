@@ -78,7 +78,7 @@ H: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "a gradient stopped at up": lambda gate, up: h_of(gate, up.detach()),
     "a gradient stopped at gate": lambda gate, up: h_of(gate.detach(), up),
 }
-"""What differs from h of gate and up."""
+"""Functions that compute something other than h from gate and up."""
 
 
 def _h(m: Any, x: Tensor) -> Tensor:

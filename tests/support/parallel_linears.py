@@ -107,7 +107,7 @@ def masked(x: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def partial(module: Any, x: Tensor, mesh: DeviceMesh, wire: torch.dtype, dgrad: bool) -> Tensor:
-    """What this rank adds to the output for ``x``; of ``dgrad``, to the data gradient for it."""
+    """Return this rank's share of the output for ``x``; with ``dgrad``, of the data gradient."""
     weight = module.weight
     w = quantize_rowwise(weight.master.detach(), weight.format)
     row, _ = quantize_both(masked(x, mesh), weight.recipe.activation_format)
