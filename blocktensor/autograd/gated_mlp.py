@@ -225,6 +225,11 @@ def _gradients(ctx: Any, saved: list[Any], grads: list[Any], asked: list[bool]) 
     dxs: list[Tensor | None] = [None, None]
     row, col = plan.dh_formats
     formats = row if needs_dx else None, col if any(needs_dw[:2]) else None
+    x_cols: list[Quantized] = []  # one for each wgrad that reads it, so that the last frees it
+    if x_data is not None:
+        assert plan.x_columnwise is not None
+        x_cols = [Quantized(x_data, x_scale, plan.x_columnwise)] * (1 if plan.up is None else 2)
+    del x_data, x_scale
     made = forms_in_backward(product, plan, sources, needs_dw[2], formats, needs_dbias, dbiases)
     for i, (d_row, d_col) in made:
         if i == H:
@@ -234,16 +239,14 @@ def _gradients(ctx: Any, saved: list[Any], grads: list[Any], asked: list[bool]) 
             del d_row, d_col, g_col
             continue
         read, w = ctx.reads[i], (w_gate, w_up)[i]
+        if needs_dw[i]:  # before dgrad, whose result is the largest tensor here
+            assert d_col is not None
+            dws[i] = product.wgrad(d_col, x_cols.pop(), read.plan)
+        del d_col
         w_col = read.columnwise(w, needs_dx)
         if needs_dx:
             dxs[i] = product.dgrad(d_row, w_col, read.plan).view(read.plan.x_shape)
         del w_col, d_row
-        if needs_dw[i]:
-            assert d_col is not None
-            assert plan.x_columnwise is not None
-            x_col = Quantized(x_data, x_scale, plan.x_columnwise)
-            dws[i] = product.wgrad(d_col, x_col, read.plan)
-        del d_col
     if plan.up is None:
         dxs.reverse()  # the one edge to x is the first
     return dxs[1], dxs[0], *dws, *dbiases, None, None
