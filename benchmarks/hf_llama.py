@@ -16,7 +16,7 @@ from . import peers
 from .llama import recipe_of
 from .memory import peak
 from .timing import Call, by_mode, peaks_by_mode, round_robin
-from .turns import measured_in_turns
+from .turns import in_groups, measured_in_turns
 
 VARIANTS = (
     "bf16",
@@ -27,7 +27,7 @@ VARIANTS = (
     "fp8, fused, wgrad_input=1x128",
 )
 
-_AT_ONCE = 4
+_AT_ONCE = 3
 """Variants beside bf16 that fit into 80 GB, with the states of their optimizers."""
 
 
@@ -146,9 +146,8 @@ def measure(shape: Shape | None = None, rounds: int = 10) -> Iterator[dict[str, 
         return
     made = shape or Shape()
     names = [*VARIANTS, *(() if peers.without_torchao() else peers.TORCHAO_TRAINS)]
-    for first in range(1, len(names), _AT_ONCE):
-        some = ["bf16", *names[first : first + _AT_ONCE]]
+    for some, new in in_groups(names, _AT_ONCE):
         ms, peaks = measured_in_turns(some, functools.partial(calls, shape=made), rounds)
-        for name in some[first > 1 :]:
+        for name in new:
             row = {"variant": name, "layers": made.layers, "tokens": made.batch * made.time}
             yield row | by_mode(ms, name) | peaks_by_mode(peaks, name)

@@ -12,7 +12,7 @@ import multiprocessing
 import os
 import random
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -70,6 +70,16 @@ def measured_in_turns(
             process.join()
 
 
+def in_groups(names: Sequence[str], at_once: int) -> Iterator[tuple[list[str], list[str]]]:
+    """Yield variants that fit on a GPU together, and those of them that are new.
+
+    The first variant, with which all are compared, is in every group, beside ``at_once`` others.
+    """
+    for first in range(1, len(names), at_once):
+        some = [names[0], *names[first : first + at_once]]
+        yield some, some[first > 1 :]
+
+
 def _turns(
     pipes: Mapping[str, Any], rounds: int, block_ms: float
 ) -> tuple[dict[str, float], dict[str, int]]:
@@ -109,6 +119,8 @@ def _serve(
         calls = prepare(name)
         for call in calls.values():  # compiles
             call()
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
         pipe.send([*calls])
         while True:
             mode, count = pipe.recv()

@@ -28,7 +28,7 @@ from ..sharding.whole import format_of
 from ..tensor.base import MasterBase
 from ..text_table import Report, Table
 
-_ROWS = 512
+_ROWS = 256
 """Most rows of a tensor that are measured, at equal distances."""
 
 _CASTS = {
@@ -174,7 +174,7 @@ def monitor(model: nn.Module, every: int = 100) -> Monitor:
                 wandb.log(health.to_dict())
 
     For each FP8 layer it measures the input ``x``, the weight ``w`` and the gradient of the output
-    ``g``, of at most 512 rows each. The inputs of all matmuls of a module of experts are
+    ``g``, of at most 256 rows each. The inputs of all matmuls of a module of experts are
     measured together. A measured step computes the same bits; it takes longer, and compiled regions
     and fused modules run op by op in it. Each rank measures its own parts.
 
@@ -236,21 +236,22 @@ def _weights(model: nn.Module) -> dict[tuple[str, str], Tensor]:
 @torch.no_grad()
 def _figures(x: Tensor, format: BlockFormat) -> Tensor:
     """Return figures of a sample of ``x``, in fp64, as :func:`_health` reads them."""
-    sample = _sample(x.detach(), format).contiguous()
+    sample = _sample(x.detach(), format)
     cast = quantize_rowwise(sample, format)
-    values, made = sample.float(), dequantize(cast, torch.float32)
-    finite = values.isfinite()
-    measured = finite & made.isfinite()  # not the block of a value that is not finite
-    values, made = values.where(measured, 0), made.where(measured, 0)
-    nonzero, largest = values != 0, torch.finfo(format.dtype).max
-    saturated = nonzero & (cast.data.float().abs() == largest)
-    sums = values.square(), (values - made).square(), nonzero, nonzero & (made == 0), saturated
+    values = sample.float()
+    errors = dequantize(cast, torch.float32) - values
+    measured = errors.isfinite()  # not the block of a value that is not finite
+    values, errors = values.where(measured, 0), errors.where(measured, 0)
+    made = cast.data.float().where(measured, 0)
+    nonzero, kept = values.count_nonzero(), made.count_nonzero()
+    saturated = (made.abs() == torch.finfo(format.dtype).max).sum()
+    nonfinite = sample.numel() - sample.isfinite().sum()
     amax = reference.shard_amax(values, format, 0, 0)
-    smallest = amax.where(amax > 0, math.inf)
-    parts = [part.sum(dtype=torch.float64) for part in (*sums, ~finite)]
+    sums = [part.square().sum(dtype=torch.float64) for part in (values, errors)]
+    sums += [nonzero, nonzero - kept, saturated, nonfinite]
     if amax.numel() == 0:
-        return torch.stack([*parts, parts[0] + math.inf, parts[0]])
-    return torch.stack([*parts, smallest.min().double(), amax.max().double()])
+        return torch.stack([*sums, sums[0] + math.inf, sums[0]])
+    return torch.stack([*sums, amax.where(amax > 0, math.inf).min(), amax.max()])
 
 
 def _joined(a: Tensor, b: Tensor) -> Tensor:

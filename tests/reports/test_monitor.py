@@ -59,7 +59,7 @@ def measured(health: Monitor) -> dict[str, dict[str, Health]]:
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: r.scale)
-@pytest.mark.parametrize("tokens", [5, 512, 3000])
+@pytest.mark.parametrize("tokens", [5, 256, 3000])
 def test_the_figures_are_those_of_sums_by_hand(recipe: Recipe, tokens: int) -> None:
     model = nn.Sequential(linear(300, 200, recipe=recipe))
     x, g = randn(tokens, 200, grad=True), randn(tokens, 300, seed=1)
@@ -70,12 +70,14 @@ def test_the_figures_are_those_of_sums_by_hand(recipe: Recipe, tokens: int) -> N
     health = monitor(model)
     with health:
         model(x).backward(g)
-    rows = slice(None, None, -(-tokens // 512))
+    rows = slice(None, None, -(-tokens // 256))
     found = measured(health)
     assert list(found) == ["0"]
     assert_close(found["0"]["x"], by_hand(x.detach()[rows], recipe.activation_format))
     assert_close(found["0"]["g"], by_hand(g[rows], recipe.activation_format))
-    assert_close(found["0"]["w"], by_hand(model[0].weight.master.detach(), recipe.weight_format))
+    assert_close(
+        found["0"]["w"], by_hand(model[0].weight.master.detach()[:256], recipe.weight_format)
+    )
     assert found["0"]["x"].flushed > 0 < found["0"]["w"].flushed
 
 
@@ -175,7 +177,7 @@ def test_experts() -> None:
     assert [*found] == ["experts", "experts.w1_EFD", "experts.w2_EDF", "experts.w3_EFD"]
     assert [*found["experts"]] == ["g", "x"]
     stack = moe.experts.w2_EDF.master.detach()
-    assert_close(found["experts.w2_EDF"]["w"], by_hand(stack, Recipe().weight_format))
+    assert_close(found["experts.w2_EDF"]["w"], by_hand(stack[::2], Recipe().weight_format))
 
 
 def test_frozen_weights_and_inputs_that_are_fp8() -> None:
