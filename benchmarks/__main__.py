@@ -32,6 +32,7 @@ from . import (
     memory,
     plots,
     producers,
+    qwen3,
     ranks,
     results,
     results_page,
@@ -63,6 +64,7 @@ BENCHMARKS: dict[str, Any] = {
     "fsdp2": fsdp2,
     "tensor_parallel": ranks.TENSOR_PARALLEL,
     "expert_parallel": ranks.EXPERT_PARALLEL,
+    "qwen3": qwen3,
     "tiles": tiles,
     "toolchain": toolchain,
 }

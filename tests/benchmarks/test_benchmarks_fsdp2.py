@@ -8,14 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 pytest.importorskip("rich")
 
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from benchmarks import __main__ as cli
-from benchmarks import fsdp2
+from benchmarks import fsdp2, qwen3
 from benchmarks.timing import Call
 from blocktensor import BlockwiseFP8Weight
 from tests.support.numeric import assert_same
@@ -184,3 +186,23 @@ def test_expert_parallel_variants_compute_alike(world: int, device: str) -> None
                 assert 0 < error < 0.15, (name, parameter)
     for parameter, grad in computed["fp8, fused"].items():
         assert_same(grad, computed["fp8"][parameter])
+
+
+@on_ranks(2, gpus=())
+def test_qwen3_on_two_ranks_trains_as_on_one(world: int, device: str) -> None:
+    meshes = init_device_mesh(device, (world, 1), mesh_dim_names=("experts", "alone"))
+    shape = qwen3.SHAPES["tiny"]
+    given = [qwen3.batch(shape, 64, 32, rank, 0) for rank in range(world)]
+    both = [torch.cat(parts) for parts in zip(*given, strict=True)]
+    for name in (qwen3.VARIANTS[0], qwen3.VARIANTS[-1]):
+        cut, whole = (
+            qwen3.Trainer(qwen3.build(name, shape, meshes[x]), meshes[x])
+            for x in ("experts", "alone")
+        )
+        for _ in range(2):
+            loss, norm = cut.step(*given[dist.get_rank()])
+            dist.all_reduce(loss)
+            wanted, norm_alone = whole.step(*both)
+            assert float(loss) / world == pytest.approx(float(wanted), rel=5e-3)
+            assert float(norm) == pytest.approx(float(norm_alone), rel=0.03)
+        assert float(wanted) < 6
