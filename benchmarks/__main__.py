@@ -64,6 +64,7 @@ BENCHMARKS: dict[str, Any] = {
     "fsdp2": fsdp2,
     "tensor_parallel": ranks.TENSOR_PARALLEL,
     "expert_parallel": ranks.EXPERT_PARALLEL,
+    "context_parallel": ranks.CONTEXT_PARALLEL,
     "qwen3": qwen3,
     "tiles": tiles,
     "toolchain": toolchain,

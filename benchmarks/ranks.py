@@ -52,6 +52,7 @@ def _tiny(*flags: str) -> dict[str, Any]:
 
 TENSOR_PARALLEL = OnRanks("tensor_parallel", _tiny("--tokens", "512"))
 EXPERT_PARALLEL = OnRanks("expert_parallel", _tiny("--tokens", "512", "--layers", "1"))
+CONTEXT_PARALLEL = OnRanks("context_parallel", _tiny("--tokens", "512", "--layers", "1"))
 
 
 def run_to_end(words: Sequence[str], timeout: float) -> None:
