@@ -15,6 +15,7 @@ from torch.compiler import is_compiling
 
 from ..ops import checks
 from ..ops.formats import Quantized
+from ..ops.runtime.launch import this_thread
 from ..ops.runtime.specialize import (
     PLAIN,
     Specialized,
@@ -188,6 +189,7 @@ def _key(
     if (
         not isinstance(w, FP8_TYPES)
         or must_dispatch(x_inner)
+        or this_thread.watch is not None
         or type(w_inner) not in PLAIN
         or w_inner.is_meta
     ):

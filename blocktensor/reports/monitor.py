@@ -1,6 +1,6 @@
 """Watch the health of FP8 while a model trains: what casts lose, layer by layer.
 
-In a step that is measured, a dispatch mode sees every cast of an activation or a gradient,
+In a step that is measured, ``watching`` sees every cast of an activation or a gradient,
 ``ModuleTracker`` tells its module, and fused modules run op by op. Weights are cast once more at
 the end. Figures stay on the device until they are read, so that no step waits for the GPU.
 """
@@ -15,14 +15,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..model.names import is_module
-from ..model.running_module import ModuleTracker, asks_for_shapes, has_own_rules
+from ..model.running_module import ModuleTracker
 from ..model.weights import fp8_weights, label_of
 from ..ops import reference
 from ..ops.cast.ops import dequantize, quantize_rowwise
-from ..ops.formats import BlockFormat, ceil_div, named
+from ..ops.formats import BlockFormat, ceil_div
+from ..ops.op import OPS
+from ..ops.runtime.specialize import watching
 from ..sharding.dtensor import fp8_part
 from ..sharding.whole import format_of
 from ..tensor.base import MasterBase
@@ -31,11 +32,11 @@ from ..text_table import Report, Table
 _ROWS = 256
 """Most rows of a tensor that are measured, at equal distances."""
 
-_CASTS = {
-    getattr(torch.ops.blocktensor, name).default
+_CASTS = [
+    OPS[name]
     for name in ("quantize_rowwise", "quantize_both", "quantize_columnwise", "quantize_grouped",
                  "quantize_grouped_columnwise")
-}  # fmt: skip
+]  # fmt: skip
 """Ops that cast activations and gradients; the first argument is what they cast."""
 
 
@@ -83,7 +84,7 @@ class Monitor(Report):
                 tracker = ModuleTracker(self._model)
                 stack.enter_context(_OpByOp())
                 stack.enter_context(tracker)
-                stack.enter_context(_Casts(tracker, found))
+                stack.enter_context(watching(_Casts(tracker, found)))
                 self._measured[self.step] = found
             self._stack = stack.pop_all()
         return self
@@ -198,28 +199,31 @@ class _OpByOp(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class _Casts(TorchDispatchMode):
-    """Measure every cast of an activation or a gradient."""
+class _Casts:
+    """Measure every cast of an activation or a gradient that this thread computes."""
 
     def __init__(self, tracker: ModuleTracker, found: dict[tuple[str, str], Tensor]) -> None:
-        super().__init__()
         self._tracker, self._found = tracker, found
+        self._latest: tuple[Any, ...] = None, None, None
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if asks_for_shapes(types):
-            return func(*args, **(kwargs or {}))
-        if has_own_rules(types):
-            return NotImplemented
+    def __call__(self, op: Any, args: tuple[Any, ...]) -> None:
+        """See an op before it runs."""
         place = self._tracker.place()
-        if func in _CASTS and not place.recomputed:
-            format = named(next(x for x in args if isinstance(x, str)))
-            if format.rows == 1:  # weights have square blocks
-                key = place.module, "g" if place.in_backward else "x"
-                made = _figures(args[0], format)
-                self._found[key] = _joined(self._found[key], made) if key in self._found else made
-        return func(*args, **(kwargs or {}))
+        if op not in _CASTS or place.recomputed:
+            return
+        format = next(x for x in args if isinstance(x, BlockFormat))
+        if format.rows == 1:  # weights have square blocks
+            key = place.module, "g" if place.in_backward else "x"
+            made = self._measured(args[0], format)
+            self._found[key] = _joined(self._found[key], made) if key in self._found else made
+
+    def _measured(self, x: Tensor, format: BlockFormat) -> Tensor:
+        """Return the figures of ``x``, which several linears may cast one after the other."""
+        like = x.data_ptr(), x.shape, x.stride(), x.is_inference() or x._version, format
+        if like != self._latest[0]:
+            self._latest = like, x, _figures(x, format)  # x: its memory is not used again
+        made: Tensor = self._latest[2]
+        return made
 
 
 def _weights(model: nn.Module) -> dict[tuple[str, str], Tensor]:

@@ -19,6 +19,8 @@ class _Thread(threading.local):
     """State of the calling thread; the class holds the initial values."""
 
     launches: list[tuple[Launch, Any]] | None = None
+    watch: Callable[..., None] | None = None
+    """Called with every op that the thread is about to compute, and its arguments."""
 
 
 this_thread = _Thread()

@@ -9,7 +9,8 @@ and finds the decision under one key afterwards. Where the decision is a sequenc
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from typing import Any, Generic, TypeVar, cast
 
 import torch
@@ -101,11 +102,17 @@ class Specialized(Generic[Result]):
             if self._dispatch is None or this_thread.launches is not None:
                 return self.run(*args)
             return self._dispatch(*args)
+        if this_thread.watch is not None:
+            return self.run(*args)
         run: Any = self._table.get((key_of(args), _environment.get(_VARIABLE)))
         return self.run(*args) if run is None else run(*args)
 
     def run(self, *args: Any) -> Any:
         """Run the function outside the dispatcher; plainly, as a part of what is being recorded."""
+        if this_thread.watch is not None:
+            with watching(None) as watch:  # not the ops that this one runs
+                watch(self, args)
+                return self.run(*args)
         run: Any
         if this_thread.launches is not None:
             run = self._decide(*args)
@@ -137,6 +144,19 @@ class Specialized(Generic[Result]):
 
     def __len__(self) -> int:
         return len(self._table)
+
+
+@contextmanager
+def watching(watch: Callable[..., None] | None) -> Iterator[Any]:
+    """Call ``watch`` with every op that this thread computes, and its arguments, before it runs.
+
+    Matmuls run op by op meanwhile. Yields the function that was called before.
+    """
+    outer, this_thread.watch = this_thread.watch, watch
+    try:
+        yield outer
+    finally:
+        this_thread.watch = outer
 
 
 def recorded(function: Callable[..., Any], launches: bool = True) -> Callable[..., Any]:
