@@ -120,13 +120,14 @@ def test_the_heads_of_transformers(kind: str, head: str) -> None:
 
 
 def test_the_head_is_converted_on_request_unless_it_is_tied() -> None:
-    for tied in (False, True):
+    for tied in (None, nn.Embedding, nn.EmbeddingBag):
         model: Any = tree(LLAMA + "lm_head[V,D]")
-        if tied:
+        if tied is not None:
+            model.model.embed_tokens = tied(SIZES["V"], SIZES["D"])
             model.lm_head.weight = model.model.embed_tokens.weight
         assert "lm_head" in reasons(convert(model, skip_small=False))
         found = reasons(convert(model, skip_small=False, convert_head=True))
-        why = "tied to embedding 'model.embed_tokens'" if tied else None
+        why = None if tied is None else "tied to embedding 'model.embed_tokens'"
         assert found.get("lm_head") == why
 
 
@@ -209,10 +210,3 @@ def test_the_filter_sees_only_linears_that_could_be_converted() -> None:
 
     convert(Model(), filter=see, skip_small=False)
     assert seen == [(name, nn.Linear) for name in LINEARS]
-
-
-def test_a_weight_tied_to_a_bag_of_embeddings_is_a_head() -> None:
-    model = nn.ModuleDict({"bag": nn.EmbeddingBag(2048, 2048), "proj": nn.Linear(2048, 2048)})
-    model["proj"].weight = model["bag"].weight
-    with pytest.warns(UserWarning, match="no weight of this ModuleDict is in FP8"):
-        assert not convert(model, convert_head=True).converted

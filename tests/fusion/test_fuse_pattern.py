@@ -191,6 +191,7 @@ class Tried(MLP):
     def __init__(self, held: Any, change: Callable[[Any, Tensor], Any]) -> None:
         super().__init__()
         self.held, self.change = held, change
+        self.up_proj.register_buffer("calls", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
         self.change(self, x)
@@ -242,6 +243,9 @@ CASES = {
     "a weight": Case(
         lambda m, x: m.up_proj.weight.detach().clamp_(-0.1, 0.1),
         lambda m: m.up_proj.weight.detach().abs().max().item(), name="up_proj.weight"),
+    "a buffer": Case(
+        lambda m, x: m.up_proj.calls.add_(1), lambda m: m.up_proj.calls.item(),
+        name="up_proj.calls"),
     "its activation": Case(
         lambda m, x: setattr(m.act_fn, "calls", 1 + vars(m.act_fn).get("calls", 0)),
         lambda m: vars(m.act_fn).get("calls"), name="act_fn.calls"),
