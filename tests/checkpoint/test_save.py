@@ -74,10 +74,10 @@ def test_weights_are_their_casts(tmp_path: Path, frozen: bool) -> None:
 
 def test_the_config_of_transformers(tmp_path: Path) -> None:
     model = filled()
-    model.config = SimpleNamespace(to_dict=lambda: {"model_type": "tiny", "hidden_size": 5})
+    entries, before = {"model_type": "tiny", "hidden_size": 5}, {"quantization_config": {"a": 1}}
+    model.config = SimpleNamespace(to_dict=lambda: entries | before)
     assert config(save_fp8(model, tmp_path / "fp8")) == {
-        "model_type": "tiny",
-        "hidden_size": 5,
+        **entries,
         "quantization_config": {
             "quant_method": "fp8",
             "fmt": "e4m3",
@@ -87,9 +87,8 @@ def test_the_config_of_transformers(tmp_path: Path) -> None:
         },
     }
     powers = filled(recipe=Recipe(scale="power_of_two"))
-    described = config(save_fp8(powers, tmp_path / "powers", config={"a": 1}))
-    assert described["a"] == 1
-    assert described["quantization_config"]["scale_fmt"] == "ue8m0"
+    described = config(save_fp8(powers, tmp_path / "powers", config={"a": 1, **before}))
+    assert (described["a"], described["quantization_config"]["scale_fmt"]) == (1, "ue8m0")
 
 
 def test_other_configs(tmp_path: Path) -> None:

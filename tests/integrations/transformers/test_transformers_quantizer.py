@@ -226,6 +226,8 @@ def test_both_ways_to_save(kind: str, frozen: bool, tmp_path: Path) -> None:
     assert torch.equal(logits(loaded(folder, choices(frozen=True))), logits(model))
     with pytest.raises(FileExistsError, match="overwrite=True"):
         save_pretrained_fp8(model, folder)
+    save_pretrained_fp8(model, folder, overwrite=True, config={"a": 1})
+    assert config_of("fp8").keys() == {"a", "quantization_config"}
 
 
 def test_a_state_that_is_given_is_saved(llama_folder: Path, tmp_path: Path) -> None:
