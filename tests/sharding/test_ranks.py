@@ -66,17 +66,23 @@ def test_who_disagrees_stays_until_all_have_read(
     assert time.monotonic() - begun > 0.6  # rank 1 has read twice
 
 
+class OfTwo(Exception):
+    """Pickles, and cannot be made again."""
+
+    def __init__(self, why: str, _: int) -> None:
+        super().__init__(why)
+
+
 @on_ranks(2, gpus=())
 def test_an_exception_that_cannot_be_sent_keeps_its_name(mesh: DeviceMesh) -> None:
-    class Local(Exception):
-        pass
+    for error in (type("Local", (Exception,), {})("why"), OfTwo("why", 2)):
 
-    def fail() -> None:
-        if mesh.get_local_rank():
-            raise Local("why")
+        def fail(error: Exception = error) -> None:
+            if mesh.get_local_rank():
+                raise error
 
-    with pytest.raises(RuntimeError, match=r"^Local: why$"):
-        ranks.Ranks(mesh).each(fail)
+        with pytest.raises(RuntimeError, match=rf"^{type(error).__name__}: why$"):
+            ranks.Ranks(mesh).each(fail)
 
 
 @on_ranks(4, gpus=())

@@ -78,11 +78,8 @@ def computed(
     x, grad = (narrow, wide) if is_colwise else (wide, narrow)
     options: Any = {"in_rank_order": in_rank_order, "reduce_dtype": reduce_dtype}
     layout = Shard(dim) if sequence else Replicate()
-    how = (
-        ColwiseParallel(input_layouts=layout, **options)
-        if is_colwise
-        else RowwiseParallel(output_layouts=layout, **options)
-    )
+    kind, name = (ColwiseParallel, "input") if is_colwise else (RowwiseParallel, "output")
+    how = kind(**{f"{name}_layouts": layout}, **options)
     whole, module = (
         converted(grad.shape[-1], x.shape[-1], bias, dtype, recipe).to(device) for _ in range(2)
     )

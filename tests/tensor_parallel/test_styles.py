@@ -197,15 +197,16 @@ def test_no_product_is_in_high_precision(mesh: DeviceMesh) -> None:
         assert assert_no_marked_product(model, x).notes == ()
 
 
-@pytest.mark.parametrize("what", ["converted", "recipe", "alone"])
+@pytest.mark.parametrize("what", ["converted", "recipe", "alone", "layouts"])
 @on_ranks(2, gpus=())
 def test_ranks_that_disagree(mesh: DeviceMesh, what: str) -> None:
     rank, started = mesh.get_local_rank(), time.monotonic()
-    if what == "alone":  # a linear without a shared input
-        module = plain(256, 256, False, BF16)
-        if rank:
+    if what in ("alone", "layouts"):  # a linear without a shared input
+        module, is_local = plain(256, 256, False, BF16), rank == 0 or what == "alone"
+        if rank or what == "layouts":
             convert(module, skip_small=False)
-        parallelize_module(module, mesh, ColwiseParallel(input_layouts=Shard(0)))
+        style = ColwiseParallel(input_layouts=Shard(0), use_local_output=is_local)
+        parallelize_module(module, mesh, style)
         with pytest.raises(RuntimeError, match=r"^ranks disagree on tensor parallel linears: rank"):
             module(drawn((128, 256), BF16, 1))
     else:
