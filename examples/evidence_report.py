@@ -30,7 +30,7 @@ WINDOW = 200
 
 
 class Difference(NamedTuple):
-    """Differences of a variant to bf16, in per cent, by seed."""
+    """Differences of a variant to another, in per cent, by seed."""
 
     variant: str
     by_seed: Mapping[int, float]
@@ -49,18 +49,18 @@ class Difference(NamedTuple):
 
 
 def differences(
-    results: Mapping[str, Result], model: str, variants: Sequence[str]
+    results: Mapping[str, Result], model: str, variants: Sequence[str], base: str = "bf16"
 ) -> list[Difference]:
-    """Return the differences of the last held-out losses, paired by seed."""
+    """Return the differences of the last held-out losses to those of ``base``, paired by seed."""
     found = []
     for variant in variants:
-        if variant == "bf16":
+        if variant == base:
             continue
         pairs = {
             seed: (results[name], results[reference])
             for seed in range(len(T_975) + 1)
             if (name := f"{model}_{variant}_{seed}") in results
-            and (reference := f"{model}_bf16_{seed}") in results
+            and (reference := f"{model}_{base}_{seed}") in results
         }
         by_seed = {seed: 100 * (heldout(a) / heldout(b) - 1) for seed, (a, b) in pairs.items()}
         if by_seed:
@@ -229,6 +229,8 @@ def write(
     for model, each in found.items():
         lines += [f"{MODELS[model]}:", "", "| run | held-out loss against bf16 |", "|---|---|"]
         lines += [f"| {difference.variant} | {interval(difference)} |" for difference in each]
+        for direct in differences(results, model, ("fp8_128x128",), "fp8_1x128"):
+            lines += ["", f"`fp8_128x128` against `fp8_1x128`: {interval(direct)}"]
         draw_curves(results, model, plots / f"evidence_{model}.png")
         lines += ["", f"![Curves](plots/evidence_{model}.png)", ""]
     lines += ["![Paired differences and their intervals](plots/evidence_differences.png)", ""]

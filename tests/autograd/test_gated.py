@@ -30,7 +30,7 @@ from tests.support.gated import (
     whether_recomputed,
 )
 from tests.support.groups import GROUPS, ends
-from tests.support.linear_ways import HIGH, ROWS, way_of_linears
+from tests.support.linear_ways import HIGH, ROWS, gone_when, storage_is_gone, way_of_linears
 from tests.support.models import FP32_SCALES, POWER_OF_TWO, Trace, plain, randn
 
 __all__ = ["afresh", "way_of_linears"]
@@ -53,6 +53,15 @@ def test_activations_and_dtypes(kind: Kind, dtype: torch.dtype, device: torch.de
     for activation in EAGER:
         operands = kind.weights(dtype=dtype, device=device)
         kind.assert_same_bits(kind.inputs(dtype=dtype, device=device), operands, activation)
+
+
+def test_the_form_of_x_is_gone_at_the_last_dgrad(monkeypatch: pytest.MonkeyPatch) -> None:
+    held: list[Callable[[], bool]] = []
+    gone = gone_when(monkeypatch, "gemm", held)
+    y = functional.gated_mlp(randn(9, K, grad=True), *weights())
+    held.append(storage_is_gone(y.grad_fn.saved_tensors[1]))  # type: ignore[union-attr]
+    y.sum().backward()
+    assert gone == [False] * 5 + [True]
 
 
 @pytest.mark.parametrize("shape", [(K,), (0, K), (1, K), (129, K), (3, 1, 5, K)], ids=str)
