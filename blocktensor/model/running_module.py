@@ -9,13 +9,11 @@ the sequence numbers and the running node, which are private to torch (2.11 to 2
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch import nn
 from torch.autograd import set_multithreading_enabled
 
 MODEL = "(model)"
@@ -26,19 +24,6 @@ _WRAPPERS = re.compile(r"\b(_orig_mod|_checkpoint_wrapped_module)(\.|$)")
 
 _engine: Any = torch._C
 _saved_tensor_hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks
-
-
-def asks_for_shapes(types: Iterable[type]) -> bool:
-    """Return True for an op on fake tensors, as DTensor runs: nothing is computed."""
-    return any(issubclass(kind, FakeTensor) for kind in types)
-
-
-def has_own_rules(types: Iterable[Any]) -> bool:
-    """Return True for an op on subclasses, whose own rules run ops on plain tensors."""
-    return any(kind.__torch_dispatch__ is not _NO_RULES for kind in types)
-
-
-_NO_RULES: Any = Tensor.__torch_dispatch__
 
 
 class Place(NamedTuple):

@@ -6,19 +6,20 @@ Only a dispatch mode sees every matmul. ``ModuleTracker`` tells it the module of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..model.names import is_module
-from ..model.running_module import ModuleTracker, Place, asks_for_shapes, has_own_rules
+from ..model.running_module import ModuleTracker, Place
 from ..model.weights import is_fully_sharded
 from ..ops.checks import HIGH_PRECISION
 from ..sharding.dtensor import fp8_part
@@ -102,9 +103,9 @@ class _Products(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if asks_for_shapes(types):
+        if _asks_for_shapes(types):
             return func(*args, **kwargs)
-        if has_own_rules(types):
+        if _has_own_rules(types):
             self._weights.meet(args, kwargs)
             return NotImplemented
         if isinstance(func, torch._ops.OpOverload):
@@ -270,3 +271,16 @@ def _sharded(model: nn.Module) -> Iterator[None]:
         raise
     finally:
         reshard()
+
+
+def _asks_for_shapes(types: Iterable[type]) -> bool:
+    """Return True for an op on fake tensors, as DTensor runs: nothing is computed."""
+    return any(issubclass(kind, FakeTensor) for kind in types)
+
+
+def _has_own_rules(types: Iterable[Any]) -> bool:
+    """Return True for an op on subclasses, whose own rules run ops on plain tensors."""
+    return any(kind.__torch_dispatch__ is not _NO_RULES for kind in types)
+
+
+_NO_RULES: Any = Tensor.__torch_dispatch__
