@@ -285,7 +285,21 @@ def test_gradients_are_those_of_a_whole_backward(use: str, recipe: Recipe) -> No
     assert_all_equal(*found)
 
 
-def test_an_input_half_that_raises_runs_no_more() -> None:
+@needs_halves
+def test_a_gradient_that_changes_between_the_halves_is_read_again() -> None:
+    run, (x, *weights), _ = samples()["gated_mlp"]
+    y, grad = run(x, *weights), randn(70, 192, seed=5)
+    wanted = torch.autograd.grad(y, weights, 2 * grad, retain_graph=True)
+    _, groups = stage.stage_backward_input([y], [grad], [x], iter(weights))
+    grad.mul_(2)
+    stage.stage_backward_weight(iter(weights), groups)
+    assert_all_equal([w.grad for w in weights], [*wanted])
+
+
+def test_an_input_half_is_watched_once_and_no_longer_than_it_runs() -> None:
+    pipelining.watch_halves(), pipelining.watch_halves()
+    assert not hasattr(stage.stage_backward_input.__wrapped__, "__wrapped__")
+
     def original(*_: Any) -> None:
         raise RuntimeError("in the middle")
 

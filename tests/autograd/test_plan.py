@@ -22,7 +22,7 @@ from tests.support.steps import assert_trace, ours
 N, K = 256, 384
 
 
-def weight(n: int = N, *, dtype: torch.dtype = torch.bfloat16, **recipe: str) -> BlockwiseFP8Weight:
+def weight(n: int = N, *, dtype: torch.dtype = torch.bfloat16, **recipe: Any) -> BlockwiseFP8Weight:
     return BlockwiseFP8Weight(randn(n, K, dtype=dtype), Recipe(**recipe)).requires_grad_()
 
 
@@ -72,6 +72,7 @@ def test_what_tells_operands_apart() -> None:
     wide, powers = randn(K, 2 * K), Recipe(scale="power_of_two")
     masters = values, values.t(), wide[:, ::2], unaligned(values)
     recipes = Recipe(), Recipe(batch_invariant=True), ROWS
+    others = powers, *recipes[1:], HIGH, Recipe(cache_weight=False)
     frozen = [linear(N, K, recipe=r, frozen=True).weight for r in recipes]
     both, moved = frozen[0].relabel(), frozen[0].relabel()
     both.columnwise_data, both.columnwise_scale, _ = frozen[0].columnwise()
@@ -79,10 +80,12 @@ def test_what_tells_operands_apart() -> None:
     calls = [
         *[(laid_out(X), w) for laid_out in LAYOUTS.values()],
         *[(X, BlockwiseFP8Weight(master).requires_grad_()) for master in masters],
-        *[(X, weight().requires_grad_(False)), (X, weight(scale="power_of_two"))],
+        *[(X, BlockwiseFP8Weight(randn(N, K), each).requires_grad_()) for each in others],
+        *[(X, w, None, each) for each in recipes],
+        (X, weight().requires_grad_(False)),
         (X.float(), weight(dtype=torch.float32)),
         *[(X, w, bias), (X, w, bias.clone().requires_grad_()), (X, w, unaligned(bias))],
-        *[(X, w, bias.repeat(2)[::2].copy_(bias)), (X, w, None, Recipe())],
+        (X, w, bias.repeat(2)[::2].copy_(bias)),
         *[(X, each) for each in (*frozen, both, moved)],
         (X, BlockwiseFP8Tensor.from_values(randn(N, K), (128, 128), powers)),
         *[(shared, weight()), (shared.detach().requires_grad_(), weight()), (shared, frozen[0])],
@@ -212,10 +215,8 @@ def test_small_linears_run_backward_as_one_sequence(
 def test_inputs_of_one_kind_may_hold_other_forms() -> None:
     """Nothing is recorded of an input in FP8: each gives the forms that it holds."""
     both, row_only = (BlockwiseFP8Tensor.from_values(X, columnwise=c) for c in (True, False))
-    module, frozen = (
-        linear(N, K, recipe=ROWS),
-        BlockwiseFP8Tensor.from_values(randn(N, K), (128, 128)),
-    )
+    module = linear(N, K, recipe=ROWS)
+    frozen = BlockwiseFP8Tensor.from_values(randn(N, K), (128, 128))
     for _ in range(2):
         assert torch.equal(functional.linear(both, frozen), functional.linear(row_only, frozen))
         module(both)
@@ -224,7 +225,6 @@ def test_inputs_of_one_kind_may_hold_other_forms() -> None:
 
 
 def test_kinds_in_turn_compute_as_each_alone(device: torch.device) -> None:
-    """On a GPU, a run for one layout would read another's bytes in the wrong place."""
     module, x = linear(N, K, bias=True, device=device), randn(6, K, device=device)
     values, grad = plain(module.weight), randn(6, N, seed=3, device=device)
     grads = [grad, unaligned(grad), grad.t().contiguous().t()]
@@ -298,13 +298,10 @@ def test_a_forward_and_a_backward(wgrad_input: str, shape: tuple[int, ...], bias
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_without_gradients_all_is_cast_rowwise_only(mode: Callable[[], Any]) -> None:
     for frozen in (False, True):
-        of_weight = [] if frozen else ["quantize_rowwise 128x128"]
+        module, of_weight = linear(256, 384, frozen=frozen), "quantize_rowwise 128x128"
+        wanted = [*([] if frozen else [of_weight]), "quantize_rowwise 1x128", PRODUCT]
         with mode():
-            assert_trace(
-                linear(256, 384, frozen=frozen),
-                randn(5, 384, grad=True),
-                forward=[*of_weight, "quantize_rowwise 1x128", PRODUCT],
-            )
+            assert_trace(module, randn(5, 384, grad=True), forward=wanted)
 
 
 @pytest.mark.parametrize(

@@ -57,16 +57,16 @@ class Kind:
         self,
         recipe: Recipe = FP32_SCALES,
         frozen: tuple[int, ...] = (),
-        transposed: bool = False,
+        transposed: str = "",
         **options: Any,
     ) -> list[Any]:
-        """Gate, up and down in FP8, or both in one and down; ``transposed``: as stacks may lie."""
+        """Gate, up and down in FP8, or both in one and down; ``transposed``: which lie so."""
         firsts = [(2 * self.hidden, K)] if self.joint else [(self.hidden, K)] * 2
         experts = (len(GROUPS[self.groups][1]),) if self.groups else ()
         made = []
         for i, shape in enumerate((*firsts, (N, self.hidden))):
             w = randn(*experts, *shape, seed=i, **options) / 14
-            w = w.mT.contiguous() if transposed else w
+            w = w.mT.contiguous() if str(i) in transposed else w
             made.append(nn.Parameter(BlockwiseFP8Weight(w, recipe), i not in frozen))
         return made
 
