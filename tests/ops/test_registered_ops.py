@@ -32,7 +32,7 @@ from tests.support.models import Trace
 from tests.support.numeric import E4M3, assert_same, operand, values
 
 NAMES = torch.ops.blocktensor
-SHAPES = ((130, 300), (128, 256), (1, 300), (1, 1), (0, 5), (5, 0))
+SHAPES = ((130, 300), (512, 256), (1, 300), (1, 1), (0, 5), (5, 0))
 
 
 Samples = dict[str, tuple[Any, ...]]
@@ -55,6 +55,7 @@ def cast_samples(shape: tuple[int, int], rng: Generator) -> Samples:
         "quantize_with_transpose": (x, BLOCKS_128X128_POW2),
         "quantize_with_transpose of a stack": (stack, BLOCKS_128X128),
         "quantize_transpose": (x, BLOCKS_128X128_POW2),
+        "quantize_transpose of columns": (x.t().contiguous().t(), BLOCKS_128X128),
         "quantize_transpose of a stack": (stack, BLOCKS_128X128),
         "transpose": (square,),
         "dequantize": (row, torch.float16),

@@ -57,7 +57,7 @@ def test_a_function_is_that_of_the_first_module_that_has_one() -> None:
 
 
 def test_the_last_line_of_the_first_error() -> None:
-    assert last_line(wrapped(ValueError("no such\ninstruction"))) == "instruction"
+    assert last_line(wrapped(wrapped(ValueError("no such\ninstruction")))) == "instruction"
     assert last_line(wrapped(ValueError())) == "ValueError"
 
 

@@ -138,23 +138,13 @@ def test_keys_look_into_casts_and_keep_other_arguments() -> None:
     assert kinds((x, 3), (x, 4), (x,), (x, None), *((part, 3) for part in parts)) == 9
     q = Quantized(x, y, BLOCKS_1X128)
     assert kinds((q, 3), (Quantized(x.clone(), y.clone(), BLOCKS_1X128), 3)) == 1
+    scales = y.double(), torch.rand(4)[1:], torch.rand(6)[::2], y.to("meta")
     different = [
-        (q,),
-        (q, None),
-        (q._replace(format=BLOCKS_128X128),),
-        (q._replace(scale=y.double()),),
-        (q._replace(scale=torch.rand(4)[1:]),),
-        (q._replace(scale=torch.rand(6)[::2]),),
-        (q._replace(scale=y.to("meta")),),
-        (q._replace(data=x.to("meta")),),
-        (q._replace(data=x.half()),),
-        (q._replace(data=x.view(3, 2)),),
-        (q._replace(data=x.t().contiguous().t()),),
-        (q._replace(data=torch.rand(7)[1:].view(2, 3)),),
-        (q, BLOCKS_1X128, 0, 0),
+        *[(q,), (q, None), (q._replace(format=BLOCKS_128X128),)],
+        *[(q._replace(scale=each),) for each in scales],
+        *[(q._replace(data=each),) for each in (*parts, x.view(3, 2))],
+        *[(q, BLOCKS_1X128, *each) for each in ((0, 0), (1, 0), (0, 1))],
         (q, BLOCKS_128X128, 0, 0),
-        (q, BLOCKS_1X128, 1, 0),
-        (q, BLOCKS_1X128, 0, 1),
     ]
     assert kinds(*different) == len(different)
 
