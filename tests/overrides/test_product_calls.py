@@ -69,7 +69,9 @@ def test_a_plain_product_into_a_weight_is_written_to_its_master() -> None:
     w, a, b = linear(256, 384).weight, randn(256, 64), randn(64, 384, seed=1)
     with torch.no_grad():
         assert torch.mm(a, b, out=w) is w
+        made = torch.addmm(input=w, mat1=a, mat2=b)
     assert torch.equal(w.master, a @ b)
+    assert torch.equal(plain(made), torch.addmm(w.master, a, b))
 
 
 OWN: dict[str, Callable[[Any], Any]] = {

@@ -110,7 +110,6 @@ def test_addmm(bias_shape: tuple[int, ...], beta: float, alpha: float, kind: str
 @kinds
 @pytest.mark.parametrize("product", [torch.mv, torch.matmul, lambda w, v: w @ v, Tensor.mv])
 def test_products_with_a_vector(product: Callable[..., Tensor], kind: str) -> None:
-    """Of a row of activations, as linears multiply it."""
     w = both_kinds(randn(256, 384, dtype=torch.float32))[kind]
     for weight in (w, w.t()):
         v = randn(weight.shape[1], seed=2, dtype=torch.float32, grad=True)
