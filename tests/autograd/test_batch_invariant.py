@@ -48,7 +48,6 @@ CALLS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("name", [*CALLS, "cross entropy"])
 def test_every_forward_asks_for_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No gradient asks for it."""
     watched = Watched(monkeypatch, ops, "choose_gemm")
     {**CALLS, "cross entropy": cross_entropy}[name](randn(130, 192, grad=True)).sum().backward()
     asked = [p.batch_invariant for p in watched.problems if p.m == 130]

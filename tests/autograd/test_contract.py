@@ -184,7 +184,6 @@ def test_plain_weights(kind: str, run: Run) -> None:
 
 @every_kind
 def test_fp8_weights_that_require_gradients(kind: str, run: Run, device: torch.device) -> None:
-    """As FSDP2 gathers them: BlockwiseFP8Tensors."""
     operands = weights(kind, device=device)
     gathered = [nn.Parameter(w._quantized()) if is_fp8(w) else w for w in operands]
     for _ in range(3):  # a later call may be a recorded one

@@ -146,7 +146,6 @@ def test_stacks_that_lie_transposed(name: str, lie: str) -> None:
 
 
 def test_rows_that_are_fp8_already() -> None:
-    """The weights need no gradient."""
     kind = Kind(groups="whole blocks")
     rows, operands = quantize(kind.inputs(grad=False), FP32_SCALES), kind.weights()
     with torch.no_grad():

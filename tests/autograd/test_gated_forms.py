@@ -20,8 +20,6 @@ from tests.support.steps import assert_trace
 
 fused = functional.gated_mlp
 JOINT, EXPERTS = KINDS["joint"], KINDS["experts"]
-
-
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 
 

@@ -90,7 +90,6 @@ def test_nan_and_inf_reach_their_outputs_and_no_others(
 
 
 def test_autocast_keeps_the_precision_of_an_fp8_inputs_gradient(device: torch.device) -> None:
-    """Its dtype is that of the tensor it was cast from."""
     module = linear(256, 384, dtype=torch.float32, device=device)
     x = randn(5, 384, dtype=torch.float32, device=device, grad=True)
     grad = randn(5, 256, seed=3, device=device)

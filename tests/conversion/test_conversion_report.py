@@ -130,7 +130,6 @@ def test_linears_are_large_on_average(
 
 
 def test_what_takes_another_recipe_is_not_small() -> None:
-    """Nor does it count among the linears that are large on average."""
     model = linears({"fp8": (4096, 2048), "large": (4096, 4096)})
     convert(model["fp8"], skip_small=False)
     recipe = Recipe(scale="power_of_two")
@@ -284,7 +283,6 @@ LEFT = {
 def test_what_is_left_alone_without_it(
     capability: tuple[int, int], asked: bool | MinSizes, hopper: Pretend
 ) -> None:
-    """A head that is asked for may have any number of words."""
     hopper(capability, fast=capability != (9, 0))
     model = nn.Sequential(*large(4096, 2048), *large(7168, 2048), *large(10944, 2048))
     model.add_module("moe", TitanMoE(4, 1024, 1536))

@@ -278,7 +278,6 @@ def test_a_weight_that_was_never_trainable_keeps_its_type_after_unfreezing() -> 
 
 
 def test_freezing_while_a_graph_waits_that_does_not_read_the_weight() -> None:
-    """That of a first layer, say: its gradient is dropped, as after requires_grad_(False)."""
     made, wanted = linear(DIM, DIM, bias=True), nn.Linear(DIM, DIM).bfloat16()
     for module, change in ((made, freeze), (wanted, lambda m: m.weight.requires_grad_(False))):
         kept = module(randn(5, DIM)).sum()

@@ -51,7 +51,6 @@ def test_a_state_dict_holds_plain_tensors(use: str) -> None:
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_linear_that_takes_over_an_fp8_weight_keeps_it_fp8(frozen: bool) -> None:
-    """Also if it was no linear of the model when that was converted."""
     source, target = linear(N, K, frozen=frozen), nn.Linear(K, N, bias=False)
     target.weight = source.weight
     state = {"weight": randn(N, K)}

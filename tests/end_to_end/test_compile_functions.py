@@ -228,7 +228,6 @@ def test_routing_within_the_graph_down_to_no_tokens(way: str, backend: str) -> N
 
 @pytest.mark.parametrize("kn", [False, True])
 def test_the_fallback_of_transformers(kn: bool) -> None:
-    """Which its experts take when compiled with weights in fp32."""
     moe = pytest.importorskip("transformers.integrations.moe")
     w = stack(kn, torch.float32)
 

@@ -251,6 +251,5 @@ def test_unloading_gives_the_base_back(kind: str, frozen: bool) -> None:
 
 
 def test_preparing_a_frozen_base_for_few_bits_is_refused() -> None:
-    """It would cast the base to fp32."""
     with pytest.raises(NotImplementedError, match=r"cannot set \.data of BlockwiseFP8Tensor"):
         prepare_model_for_kbit_training(base())

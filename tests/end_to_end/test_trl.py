@@ -104,7 +104,6 @@ GROUPS = {**COMMON, "num_generations": 4, "max_completion_length": 4}
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_the_first_divergence_of_grpo(frozen: bool, folder: Path) -> None:
-    """Of a reference model that could be trained, or has 1 byte a weight."""
     kwargs = {"quantization_config": choices(frozen=frozen)}
     options: Any = {**GROUPS, "model_init_kwargs": kwargs, "beta": 0.1, "learning_rate": 0.0}
     arguments = GRPOConfig(str(folder / "out"), **options)

@@ -202,7 +202,6 @@ def test_settings_of_other_modules(make: Any, owner: str, name: str, value: Any)
 
 
 def test_they_are_few() -> None:
-    """Each is compared in every forward."""
     model = converted(MLP())
     names = sorted(read.name for read in reads_of(model, MLP))
     # of the MLP, nn.Linear and nn.SiLU

@@ -287,7 +287,6 @@ def test_what_is_saved(name: str, recompute: bool) -> None:
 
 
 def test_models_without_memory(kind: Kind) -> None:
-    """Are verified by drawn weights."""
     with torch.device("meta"):
         model = kind.make(torch.bfloat16)
     kind.fuse(model)

@@ -108,7 +108,6 @@ def test_a_stack_is_cast_matrix_by_matrix(
 )
 @pytest.mark.parametrize("kind", KINDS)
 def test_blocks_of_other_sizes(kind: str, format: BlockFormat, rng: Generator) -> None:
-    """Formats that no kernel is written for; registered or not."""
     for rows, cols in ((130, 300), (1, 1), (64, 50), (0, 7), (7, 0)):
         x = values(kind, rows, cols, torch.bfloat16, rng)
         check(reference.quantize_rowwise, x, format)

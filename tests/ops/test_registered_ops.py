@@ -33,8 +33,6 @@ from tests.support.numeric import E4M3, assert_same, operand, values
 
 NAMES = torch.ops.blocktensor
 SHAPES = ((130, 300), (512, 256), (1, 300), (1, 1), (0, 5), (5, 0))
-
-
 Samples = dict[str, tuple[Any, ...]]
 
 
@@ -222,7 +220,6 @@ def test_a_compiled_graph_holds_the_op(label: str) -> None:
 
 
 def test_one_graph_serves_all_sizes() -> None:
-    """Of activations whose scales need padding; a multiple of 4 rows makes another graph."""
     torch._dynamo.reset()
 
     @torch.compile(backend="aot_eager", fullgraph=True, dynamic=True)
@@ -240,7 +237,6 @@ def test_one_graph_serves_all_sizes() -> None:
 @pytest.mark.parametrize("shape", [(130, 300), (0, 5), (2, 0)])
 @pytest.mark.parametrize("label", [x for x in LABELS if "gemm" in x])
 def test_flops_of_products_are_counted(label: str, shape: tuple[int, int]) -> None:
-    """As if every row belonged to a group: their sizes are on the device."""
     with FlopCounterMode(display=False) as counter:
         public(label)(*samples(shape)[label])
     assert counter.get_total_flops() == 2 * math.prod(shape) * 129

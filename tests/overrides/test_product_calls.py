@@ -158,7 +158,6 @@ def test_stacks_are_added_in_place() -> None:
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_product_in_fp32_is_not_rounded(frozen: bool) -> None:
-    """As training libraries sum gradients of a head: of casts of the same values."""
     w, x, acc = linear(256, 384, frozen=frozen).weight, randn(5, 384), torch.ones(5, 256)
     wanted = F.linear(x.float(), w.float()) + 1
     with torch.no_grad(), Trace() as trace:

@@ -66,8 +66,6 @@ blocktensor.freeze(model) after""",
 
 
 DIM = 128
-
-
 READS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "einsum": lambda x, w: torch.einsum("tk,nk->tn", x, w),
     "a view": lambda x, w: torch.einsum("tk,kn->tn", x, w.detach().t()[:, :DIM]),
@@ -129,6 +127,8 @@ def test_a_skip_of_one_linear_by_its_number_is_of_no_other() -> None:
     convert(model, skip_small=False)
     text = complaint(NotImplementedError, lambda: model(x)).replace("\n", " ")
     assert text.endswith("convert(model, skip=['0'])")
+    text = complaint(TypeError, lambda: nn.Sequential(model[0])(x.double())).replace("\n", " ")
+    assert "; in '0', a Linear" in text and "skip" not in text
 
 
 def test_an_error_outside_of_modules_is_as_it_was() -> None:

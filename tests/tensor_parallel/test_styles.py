@@ -155,6 +155,10 @@ def test_what_cannot_be_cut_raises(mesh: DeviceMesh) -> None:
 @on_ranks(2)
 def test_frozen_weights(mesh: DeviceMesh, device: str) -> None:
     x, single = drawn((128, 512), BF16, 1).to(device), converted(512, 512).to(device)
+    of_bias = parallelize_module(converted(512, 512, True).to(device), mesh, RowwiseParallel())
+    of_bias.weight.requires_grad_(False)
+    of_bias(my_part(mesh, x, -1)).sum().backward()
+    assert (of_bias.bias.grad.to_local() == 128).all()
     freeze(single)
     want = single(x)
     colwise = parallelize_module(copy.deepcopy(single), mesh, ColwiseParallel())

@@ -145,7 +145,6 @@ def test_what_takes_fused_mlps_apart(alone: dict[str, Any]) -> None:
 
 
 def test_a_run_goes_on_from_its_checkpoint(alone: dict[str, Any]) -> None:
-    """And in FP8 from a checkpoint in bf16."""
     assert alone["two steps"] + alone["two more"] == alone["four steps"]
     assert_close(alone["two in bf16"] + alone["two more in fp8"], alone["four steps"], steps=4)
 

@@ -313,7 +313,6 @@ def test_files_that_are_no_safetensors_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_variant_beside_other_weights_is_refused(tmp_path: Path) -> None:
-    """Its files are not those that the folder's index names."""
     frozen_in_fp8(llama(), tmp_path)
     rewritten(tmp_path, read(tmp_path))
     (tmp_path / "model.safetensors").rename(tmp_path / "model.fp8.safetensors")
@@ -330,7 +329,6 @@ def test_a_variant_beside_other_weights_is_refused(tmp_path: Path) -> None:
 def test_weights_that_transformers_computes_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows in another order are other values."""
     from transformers import conversion_mapping
     from transformers.core_model_loading import Transpose, WeightConverter
 

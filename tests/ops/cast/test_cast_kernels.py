@@ -186,7 +186,6 @@ def test_strides_beyond_32_bits(way: Way) -> None:
 @on_a_gpu
 @pytest.mark.parametrize("backend", ["triton", "gluon"])
 def test_more_than_2_to_the_31_elements(backend: str) -> None:
-    """The first and the last rows, which lie in blocks of their own."""
     m, k = 2**20 + 144, 2112
     x = torch.randn((m, k), dtype=BF16, device=CUDA)
     assert x.numel() > 2**31

@@ -157,7 +157,6 @@ def parts_of(
 def cast_in_parts(
     x: Tensor, rows: list[int], cols: list[int], format: BlockFormat, module: Any = ops
 ) -> None:
-    """Cut, cast, compare."""
     data, scale, _ = reference.quantize_rowwise(x, format)
     pieces = [p for p in parts_of(x, format, rows, cols) if p[0].numel()]
     amax = torch.zeros(scale.shape, dtype=FP32, device=x.device)

@@ -30,7 +30,6 @@ def check(
     format: BlockFormat = BLOCKS_1X128,
     other: BlockFormat | None = None,
 ) -> None:
-    """``other``: the format of the columnwise cast."""
     offs = ends(*sizes, device=CUDA)
     want_row, want_col = reference.quantize_grouped(x.cpu(), offs.cpu(), format, other)
     row, col = module.quantize_grouped(x, offs, format, other)

@@ -142,7 +142,6 @@ def test_the_rounding_of_scales_makes_no_difference(pretend: Pretend, fast: bool
     ],
 )
 def test_hopper_runs_its_own_kernel(pretend: Pretend, change: dict[str, Any]) -> None:
-    """The choice of tile shows, and what it is expected to take."""
     pretend((9, 0))
     problem = replace(PROBLEM, **change)
     choice = choose_gemm(problem)
@@ -200,7 +199,6 @@ def test_an_empty_variable_forces_nothing(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_backend_can_be_forced(
     pretend: Pretend, monkeypatch: pytest.MonkeyPatch, name: str, change: Any, said: str | None
 ) -> None:
-    """``said``: why it cannot."""
     pretend(*PORTABLE)
     monkeypatch.setenv(GEMM_VARIABLE, name)
     problem = replace(PROBLEM, **change)

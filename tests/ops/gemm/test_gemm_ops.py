@@ -81,7 +81,6 @@ def test_a_backend_is_given_rows_as_it_reads_them(
 def test_a_single_row_of_squares_is_a_row_for_kernels(
     format: BlockFormat, of_a_row: BlockFormat, watched: Watched, rng: Generator
 ) -> None:
-    """Its scales are those of 1x128 blocks, which more kernels take on the left."""
     row, rows = (
         reference.quantize_rowwise(torch.randn(m, 300, generator=rng), format) for m in (1, 2)
     )

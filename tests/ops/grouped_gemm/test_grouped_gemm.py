@@ -87,7 +87,6 @@ def test_weight_gradients_of_x_in_squares(dtype: torch.dtype, count: int) -> Non
 @every_backend
 @pytest.mark.parametrize("x_columnwise", [None, BLOCKS_128X128])
 def test_nan_of_one_group_reaches_no_other(x_columnwise: formats.BlockFormat | None) -> None:
-    """Also where an empty group follows, whose zeros are a sum beyond the last block."""
     for sizes in ((0, 512, 0), (300, 0, 84), (128, 3 * 128, 0), (1, 0, 0)):
         case = Groups(sizes, 0, 256, 576)
         offs, (_, x), (_, g), _ = operands(case, CUDA, x_columnwise=x_columnwise)

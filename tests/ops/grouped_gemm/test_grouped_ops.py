@@ -120,7 +120,6 @@ def test_ends_that_are_out_of_order_or_of_range_are_moved() -> None:
 
 @pytest.mark.parametrize(("rows", "groups"), [(1, 1), (128, 1), (129, 2), (300, 5), (7, 7)])
 def test_the_bound_on_blocks_is_reached(rows: int, groups: int) -> None:
-    """By groups of one row and one of all others."""
     sizes = [1] * (groups - 1) + [rows - groups + 1]
     assert formats.group_blocks(rows, groups) == sum(-(-size // 128) for size in sizes)
 
@@ -146,7 +145,6 @@ def test_a_group_is_multiplied_by_its_expert(groups: str, bias: bool, rng: Gener
 def test_wgrad_contracts_the_tokens_of_each_group(
     groups: str, format: BlockFormat, rng: Generator
 ) -> None:
-    """``format``: of x."""
     rows, sizes = GROUPS[groups]
     offs = ends(*sizes)
     g, x = (values("normal", rows, c, torch.bfloat16, rng) for c in (N, K))

@@ -103,7 +103,6 @@ def test_an_inner_recording_waits_while_an_outer_one_is_made() -> None:
 
 
 def test_an_inner_function_that_is_recorded_runs_plainly_in_an_outer_recording() -> None:
-    """Its repeated launches would not be seen."""
     inner = op(axpy)
     outer = op(lambda kernel, x, y: axpy(kernel, inner.call(x, y, 3), y, 2))
     inner.call(*draw(2, 8), 3)

@@ -94,7 +94,6 @@ def test_only_functions_that_launch_are_recorded() -> None:
 
 
 def test_calls_that_must_are_dispatched() -> None:
-    """By the first argument, or by the data of the first, where it is ``Quantized``."""
     dispatched: list[tuple[Any, ...]] = []
     op, x = Counted(), torch.rand(2)
     table = Specialized(op._decide, lambda *args: dispatched.append(args))

@@ -36,6 +36,8 @@ def test_operands_that_do_not_fit_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             torch.ops.aten.mm(a, b)
+    with pytest.raises(ValueError, match=r"the bias has shape \[5\]: expected \[256\]"):
+        torch.ops.aten.addmm(randn(5), x, w.t())
 
 
 W, B, A = randn(256, 384, seed=1), randn(256, 4, seed=2), randn(4, 384, seed=3)

@@ -201,6 +201,7 @@ MOVES: dict[str, Any] = {
     "to its dtype and device": lambda m: m.to("cpu", torch.float32),
     "half": lambda m: m.half(),
     "bfloat16": lambda m: m.bfloat16(),
+    "swap with itself": lambda m: torch.utils.swap_tensors(m.weight, m.weight),
 }
 
 

@@ -93,7 +93,6 @@ def test_cublas_is_preferred_where_it_is_clearly_faster(
 
 
 def test_few_tiles_are_made_in_parts() -> None:
-    """Which are equal, and of a few blocks."""
     assert possible_splits(56) == [1, 2, 4, 7, 8, 14]
     assert possible_splits(16) == [1, 2, 4]
     assert possible_splits(86) == [1, 2]

@@ -55,7 +55,6 @@ def test_the_pass_is_gone_afterwards() -> None:
 
 @pytest.mark.usefixtures("unhooked")
 def test_threads_take_turns() -> None:
-    """Or one would leave its hook, or remove another's."""
     inside, leave = threading.Event(), threading.Event()
 
     def hold() -> None:
