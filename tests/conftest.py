@@ -15,6 +15,12 @@ import torch.distributed as dist
 
 torch.set_num_threads(1)  # test tensors are small: more threads wait for each other
 
+# the first GPU of each worker of pytest-xdist is another one; counting initializes none
+gpus, worker = [*range(torch.cuda.device_count())], os.environ.get("PYTEST_XDIST_WORKER", "gw0")
+if len(gpus) > 1:
+    first = int(worker.removeprefix("gw")) % len(gpus)
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", ",".join(map(str, gpus[first:] + gpus[:first])))
+
 _GPUS_NEEDED = {"gpu": 1, "multi_gpu": 2}
 
 

@@ -87,7 +87,6 @@ def test_both_forms_and_the_transpose() -> None:
 
 @pytest.mark.parametrize("b_format", [TOY_ROWS, TOY_SQUARES, BLOCKS_128X128], ids=lambda f: f.name)
 def test_gemm(b_format: BlockFormat) -> None:
-    """Also beside a format with other blocks along K: each 64 of K is then promoted by itself."""
     a, b = quantize_rowwise(randn(20, 200), TOY_ROWS), quantize_rowwise(randn(70, 200), b_format)
     want = values(a).double() @ values(b).double().t()
     torch.testing.assert_close(gemm(a, b, None, torch.float32).double(), want, rtol=1e-4, atol=1e-3)

@@ -196,7 +196,6 @@ def test_hooks_are_registered_once() -> None:
 
 
 def test_what_is_copied_is_no_weight() -> None:
-    """Only what is assigned takes a weight's type; plain PyTorch copies any dtype."""
     module, ordinary = linear(N, K), nn.Linear(K, N, bias=False, dtype=torch.bfloat16)
     for target in (module, ordinary):
         target.load_state_dict({"weight": torch.arange(N * K).view(N, K)})

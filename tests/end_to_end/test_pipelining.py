@@ -237,7 +237,6 @@ def matmuls(run: Any, *args: Any) -> int:
 @pytest.mark.parametrize("is_fused", [False, True])
 @on_ranks(2, gpus=())
 def test_as_many_matmuls_as_without_fp8(world: int, device: str, name: str, is_fused: bool) -> None:
-    """Halves of a backward compute what they are asked for."""
     model = copy.deepcopy(_converted(torch.bfloat16, is_fused))
     sharing = share_inputs(model)
     pipeline = Pipeline(name, model)

@@ -49,7 +49,6 @@ def test_quantize_transpose(
     ],
 )
 def test_what_runs(x: Tensor, want: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whole vectors of rows are cast at once; other matrices are cast, then transposed."""
     ran: list[str] = []
 
     def noting(name: str, function: Callable[..., Any], *args: Any) -> Any:

@@ -21,7 +21,6 @@ PROBLEM = GroupedProblem(
 
 
 def test_forced_backends(pretend: Pretend, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that grouped GEMMs do not have forces none."""
     pretend((9, 0), fast=False)
     monkeypatch.setenv(GEMM_VARIABLE, "cublas")
     choice = choose_grouped(PROBLEM)

@@ -104,7 +104,6 @@ def test_numbers_of_every_tile(name: str, check: gemms.Check, rng: Generator) ->
 
 @every_tile
 def test_many_tiles_for_each_program(name: str, rng: Generator) -> None:
-    """Rings, buffers and counters go on from tile to tile."""
     module = fixed(name)
     gemms.check_shape(module, Shape(8200, 6152, 144), module.blocks, rng, BF16)
 
