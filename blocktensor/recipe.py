@@ -89,14 +89,13 @@ class Recipe:
         formats = {"1x128": self.activation_format, "128x128": self.weight_format}
         return formats.get(self.wgrad_input)
 
-    def wgrad_input_of_stack(self, is_kn: bool) -> BlockFormat | None:
-        """Return the format of activations columnwise for one weight or stack of experts.
+    @property
+    def wgrad_input_format_kn(self) -> BlockFormat | None:
+        """The format of activations columnwise for stacks of experts ``[E, K, N]``.
 
-        Stacks ``[E, K, N]`` (``is_kn``) compute ``dwᵀ = xᵀ g``, and the Hopper kernel takes no
-        128x128 blocks on the left; others have :attr:`wgrad_input_format`.
+        Those compute ``dwᵀ = xᵀ g``, and the Hopper kernel takes no 128x128 blocks on the left.
         """
-        format = self.wgrad_input_format
-        return self.activation_format if is_kn and format is not None else format
+        return None if self.wgrad_input_format is None else self.activation_format
 
     @property
     def weight_format(self) -> BlockFormat:

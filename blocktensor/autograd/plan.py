@@ -103,7 +103,9 @@ class Plan:
         )
         self.batch_invariant = recipe.batch_invariant
         self.w_is_transposed = offs is not None and w.stride(1) == 1 != w.stride(2)
-        self.wgrad_input = recipe.wgrad_input_of_stack(self.w_is_transposed)
+        self.wgrad_input = (
+            recipe.wgrad_input_format_kn if self.w_is_transposed else recipe.wgrad_input_format
+        )
         self.x_columnwise = self.wgrad_input if needs_dw else None
         self.saves_x = needs_dw and self.x_columnwise is None
         self.grad_formats = (

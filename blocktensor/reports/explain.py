@@ -230,9 +230,8 @@ def _products(
     ``dtypes``: of activations and the weight. ``is_kn``: experts are ``[E, K, N]``.
     """
     (m, n, k), (dtype, weight_dtype) = shape, dtypes
-    rows, squares, x_format = (
-        recipe.activation_format, recipe.weight_format, recipe.wgrad_input_of_stack(is_kn),
-    )  # fmt: skip
+    rows, squares = recipe.activation_format, recipe.weight_format
+    x_format = recipe.wgrad_input_format_kn if is_kn else recipe.wgrad_input_format
     of_x = "" if x_format is None or x_format.transposes else f"x in {x_format.name} blocks; "
     products = []
     for kind in kinds:
