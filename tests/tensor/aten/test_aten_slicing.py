@@ -260,8 +260,9 @@ def test_only_parts_of_one_kind_are_joined() -> None:
 def test_rows_are_joined_at_any_row_where_they_hold_no_columnwise_form() -> None:
     rowwise, both = (made(100, 320, block=ROW, forms=forms) for forms in (ROWWISE, BOTH))
     assert torch.cat([rowwise, rowwise]).shape == (200, 320)
-    with pytest.raises(ValueError, match="ends inside a block of 128"):
-        torch.cat([both, both])
+    for part, dim in ((both, 0), (both, 1), (rowwise, 1)):
+        with pytest.raises(ValueError, match="ends inside a block of 128"):
+            torch.cat([part, part], dim)
     # Those of a transpose have no zeros after their columns, which others have.
     turned = BlockwiseFP8Tensor.from_values(randn(129, 1), ROW, rowwise=False).t()
     other = BlockwiseFP8Tensor.from_values(randn(2, 129, seed=5), ROW, columnwise=False)

@@ -201,7 +201,6 @@ MOVES: dict[str, Any] = {
     "to its dtype and device": lambda m: m.to("cpu", torch.float32),
     "half": lambda m: m.half(),
     "bfloat16": lambda m: m.bfloat16(),
-    "swap with itself": lambda m: torch.utils.swap_tensors(m.weight, m.weight),
 }
 
 
@@ -218,6 +217,7 @@ def test_a_weight_with_weak_references_is_moved(move: str, frozen: bool) -> None
     waiting = [each(x).sum() for each in twins]
     for each in twins:
         MOVES[move](each)
+    torch.utils.swap_tensors(weight, weight)  # changes nothing
     assert module.weight is weight is reference()
     dtype = weight.dtype
     assert dtype == twins[1].weight.dtype
