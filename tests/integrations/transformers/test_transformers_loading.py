@@ -289,12 +289,15 @@ def test_bools_need_no_scales() -> None:
     assert fp8_checkpoint(model, None, state, ()) is None
 
 
-def test_two_tensors_of_one_name_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("renamed", [to_body, "inner.{}".format, lambda x: x.split(".", 2)[2]])
+def test_other_names_are_refused(renamed: Callable[[str], str], tmp_path: Path) -> None:
     frozen_in_fp8(llama(), tmp_path)
-    tensors = read(tmp_path)
-    tensors |= {name.removeprefix("model."): x.clone() for name, x in tensors.items() if UP in name}
+    tensors, has_both = read(tmp_path), renamed is to_body
+    for name in [x for x in tensors if UP in x]:
+        tensors[renamed(name)] = tensors[name].clone() if has_both else tensors.pop(name)
     rewritten(tmp_path, tensors)
-    with pytest.raises(CheckpointError, match="would both be loaded into"):
+    why = "would both be loaded into" if has_both else "in FP8 and has another name in a Llama"
+    with pytest.raises(CheckpointError, match=why):
         loaded(tmp_path, dtype="auto")
 
 
