@@ -297,6 +297,8 @@ b.down_proj dgrad 100 x 256 x 128 in 3 groups""",
     for p in found:
         of_x = "x in 1x128 blocks; " if (p.layer[0], p.kind) == ("a", "wgrad") else ""  # [E, K, N]
         assert (p.backend, p.reason) == ("reference", of_x + why)
+    model["b"].top_k = 3
+    assert explain(model, tokens=100).products[-1].m == 300
 
 
 def test_the_flag_of_transposed_stacks_is_of_the_known_names_alone() -> None:
