@@ -113,12 +113,10 @@ def test_the_self_check_runs_the_devices_kernels(device: torch.device) -> None:
     assert all(to_fp32 > 0.02 for _, to_fp32 in errors.values())
 
 
+@pytest.mark.usefixtures("cpu_only")
 @pytest.mark.parametrize("product", ["fprop", "dgrad", "wgrad"])
 def test_a_wrong_product_fails_and_nan_does(
-    cpu_only: None,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    product: str,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], product: str
 ) -> None:
     linear, wrong = blocktensor.functional.linear, {product: 1.01}
 

@@ -58,8 +58,7 @@ def test_a_column_is_summed_over_joined_rows() -> None:
 
 
 def test_rows_that_differ_in_names_only_are_joined() -> None:
-    names = ("q", "o", "mlp.gate")
-    rows = [(f"h.{i}.{name}", "64x64") for i in range(2) for name in names]
+    rows = [(f"h.{i}.{x}", "64x64") for i in range(2) for x in ("q", "o", "mlp.gate")]
     rows += [("h.0.k", "32x64"), ("head", "64x64"), ("h.1.k", "32x64"), ("tail", "64x64")]
     rows += [("alone1", "1x1")]
     assert collapse(rows, across=True) == [

@@ -123,11 +123,8 @@ def test_a_forward_that_a_function_runs_again_in_its_backward() -> None:
             return torch.autograd.grad(y, x, grads)[0]
 
     entries = audit(Calls(lambda m, x: Again.apply(x), inner=inner), X).entries
-    assert [(e.module, e.kind, e.recomputed) for e in entries] == [
-        ("inner", "forward", False),
-        ("inner", "forward", True),
-        ("inner", "backward", False),
-    ]
+    wanted = [("inner", "forward", False), ("inner", "forward", True), ("inner", "backward", False)]
+    assert [(e.module, e.kind, e.recomputed) for e in entries] == wanted
 
 
 def test_hooks_are_removed_where_one_cannot_be_registered() -> None:

@@ -118,12 +118,7 @@ def words(text: str) -> list[str]:
 def test_a_notebook_shows_what_print_shows(kind: str, tmp_path: Path) -> None:
     report = MADE[kind](tmp_path)
     parts = parsed(report._repr_html_())
-    cells = [
-        cell
-        for part in parts
-        for row in ([[part]] if isinstance(part, str) else part)
-        for cell in row
-    ]
+    cells = [cell for x in parts for row in ([[x]] if isinstance(x, str) else x) for cell in row]
     assert words(" ".join(cells)) == words(str(report))
     assert "" not in parts
     tables = [part for part in parts if not isinstance(part, str)]
