@@ -14,7 +14,7 @@ from torch import Tensor
 from ..ops.formats import BLOCKS_128X128, BlockFormat, ceil_div
 from ..recipe import Recipe
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
-from .dtensor import cut_as, own_part, with_local
+from .dtensor import cut_as, own_part, refuse_descending, with_local
 from .fsdp.shards import FrozenShard
 
 
@@ -64,6 +64,7 @@ class Held(NamedTuple):
 def held_by_ranks(x: Any) -> list[Held]:
     """Return what each rank of a DTensor's mesh holds, in the order of the mesh."""
     mesh = x.device_mesh
+    refuse_descending(mesh)
     sizes = [mesh.size(i) for i in range(mesh.ndim)]
 
     def parts(placement: Any, dim: int) -> int:

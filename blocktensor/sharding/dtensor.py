@@ -24,6 +24,22 @@ def own_part(x: Any) -> Tensor:
     return x if local is None else local
 
 
+def refuse_descending(mesh: Any) -> None:
+    """Refuse a ``DeviceMesh`` whose places are not those of the parts that its ranks hold.
+
+    torch sorts the ranks of a group, and FSDP2 and DTensor cut by the place in the group.
+
+    Raises:
+        NotImplementedError: its ranks descend along a dimension.
+    """
+    if any(bool((mesh.mesh.diff(dim=i) < 0).any()) for i in range(mesh.ndim)):
+        raise NotImplementedError(
+            f"FP8 weights on a DeviceMesh of the ranks {mesh.mesh.tolist()}, which descend: torch "
+            f"cuts tensors in another order than this mesh says. Make one whose ranks ascend along "
+            f"each dimension"
+        )
+
+
 def fp8_part(x: Any) -> Any:
     """Return ``x``, or the local part of a DTensor, if it is of an FP8 type; else None."""
     part = own_part(x)

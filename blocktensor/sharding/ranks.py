@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch import Tensor
 
-from .dtensor import local_of
+from .dtensor import local_of, refuse_descending
 
 TIMEOUT = datetime.timedelta(seconds=30)
 """Time to wait for each other rank that compares."""
@@ -80,6 +80,8 @@ class Ranks:
     def __init__(self, mesh: Any = None) -> None:
         """Take the ranks of ``mesh``, a ``DeviceMesh``."""
         self._mesh = mesh
+        if mesh is not None:
+            refuse_descending(mesh)
         self.size = 1 if mesh is None else mesh.size()
         self.index = 0 if mesh is None else mesh.mesh.flatten().tolist().index(dist.get_rank())
 

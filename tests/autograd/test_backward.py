@@ -63,7 +63,6 @@ def test_backward_in_other_threads(device: torch.device) -> None:
 def test_a_weights_bytes_are_gone_when_its_gradient_is_computed(
     way_of_linears: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """But for those of small linears, whose backward is one sequence."""
     held: list[Callable[[], bool]] = []
     gone = gone_when(monkeypatch, "gemm", held)
     module = linear(128, 192, dtype=torch.float32)

@@ -148,7 +148,6 @@ FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 @pytest.mark.parametrize(("of_x", "of_w"), [(FP32, FP32), (BF16, FP32), (FP32, BF16)])
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 def test_autocast(kind: str, dtype: torch.dtype, of_x: torch.dtype, of_w: torch.dtype) -> None:
-    """It decides the dtype of the output; gradients keep those of the operands."""
     run, simple, _ = KINDS[kind]
     operands = weights(kind, dtype=of_w)
     with torch.autocast("cpu", dtype):

@@ -109,7 +109,6 @@ def test_autocast_keeps_the_precision_of_an_fp8_inputs_gradient(device: torch.de
 
 @pytest.mark.parametrize("autocast", [False, True])
 def test_a_bias_gradient_is_summed_in_fp32(autocast: bool, device: torch.device) -> None:
-    """Of many rows, of which 16 bits would round every partial sum."""
     dtype = torch.float32 if autocast else torch.bfloat16
     module = linear(128, 128, bias=True, dtype=dtype, device=device)
     x = randn(3000, 128, dtype=dtype, device=device)
@@ -172,7 +171,6 @@ def test_what_is_saved(device: torch.device) -> None:
 
 
 def test_a_saved_weight_may_come_back_plain() -> None:
-    """As from hooks that move what is saved to another device and back."""
     module, x = linear(N, K, dtype=torch.float32), randn(5, K, dtype=torch.float32)
     x.requires_grad_()
     gradients = []

@@ -128,7 +128,6 @@ def test_gradients_of_rows_in_groups_are_made_one_after_the_other() -> None:
 
 
 def test_before_it_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Linears then run one by one; and nothing is announced that would import Dynamo."""
     monkeypatch.setattr(dynamo, "_announced", False)
     with monkeypatch.context() as without:
         without.delitem(sys.modules, "torch._dynamo")
@@ -206,7 +205,6 @@ def test_tokens_and_groups_of_changing_sizes(way: str) -> None:
 @every_backend
 @pytest.mark.parametrize("way", ["F.grouped_mm", "functional, with bias"])
 def test_routing_within_the_graph_down_to_no_tokens(way: str, backend: str) -> None:
-    """The number of tokens that are routed here is known to the graph alone."""
     grouped, leaves = ways()[way]
 
     def run(x: Tensor, expert: Tensor) -> Tensor:

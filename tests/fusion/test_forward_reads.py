@@ -250,7 +250,6 @@ def test_compiled_forwards_see_changes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("later", ["unfuse", "another class"])
 def test_a_forward_that_was_wrapped_while_it_was_fused(later: str) -> None:
-    """The wrapper holds the bound forward of the fused class, as those of accelerate do."""
     model, twin = (converted(Model()) for _ in range(2))
     fuse(model)
     for each in (model, twin):

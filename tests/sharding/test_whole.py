@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -14,6 +15,7 @@ from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, Recipe
 from blocktensor.ops.cast.ops import quantize_rowwise
 from blocktensor.ops.formats import Quantized
 from blocktensor.sharding import whole as whole_module
+from blocktensor.sharding.ranks import Ranks
 from blocktensor.sharding.whole import whole_tensors
 from tests.support.models import randn
 from tests.support.numeric import assert_same
@@ -143,6 +145,14 @@ def test_the_default_device_may_be_meta(world: int, device: str) -> None:
     with torch.device("meta"):
         made = whole(cut)
     assert_same(*made, plain)
+
+
+@on_ranks(2, gpus=())
+def test_a_mesh_whose_ranks_descend_is_refused(world: int, device: str) -> None:
+    cut = distribute_tensor(randn(300, 130), DeviceMesh(device, [1, 0]), [Shard(0)])
+    for refused in (lambda: whole(cut), lambda: Ranks(cut.device_mesh)):
+        with pytest.raises(NotImplementedError, match=r"ranks \[1, 0\], which descend"):
+            refused()
 
 
 @on_ranks(2)

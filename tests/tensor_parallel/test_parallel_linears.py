@@ -321,7 +321,6 @@ def test_an_input_by_keyword(mesh: DeviceMesh) -> None:
 
 @on_ranks(2)
 def test_a_linear_left_in_high_precision(mesh: DeviceMesh, device: str) -> None:
-    """The input is gathered as it came, and each linear computes in its own precision."""
     x, grad = (drawn((2, 256, n), BF16, i).to(device) for n, i in ((K, 1), (256, 2)))
     whole = siblings(mesh, skip=("second",))
     module = parallel(siblings(mesh, skip=("second",)), mesh)

@@ -119,7 +119,6 @@ def test_loading_takes_a_byte_a_weight(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_checkpoint_of_transformers(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Dequantized values and their logits to the bit; in FP8 as those cast again, to fp32 order."""
     MODELS[kind]().save_pretrained(tmp_path / "plain")
     with monkeypatch.context() as patch:  # it keeps FP8 layers if it does not look for a GPU
         patch.setattr(FineGrainedFP8HfQuantizer, "validate_environment", lambda *_, **__: None)

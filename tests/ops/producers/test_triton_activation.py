@@ -165,7 +165,6 @@ def test_ptx(activation: str, role: str, dtype: torch.dtype, rng: Generator) -> 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_zeros_give_plus_zero(dtype: torch.dtype) -> None:
-    """A columnwise cast ends in zeros, which come from nothing in memory."""
     ptxs = [word_ptx(*which, NAMES[dtype]) for which in product(ACTIVATIONS, ROLES)]
     for ptx, constraints in ptxs:
         words = [np.zeros(4, U32)] * constraints.count(",")
