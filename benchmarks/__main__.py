@@ -32,7 +32,6 @@ from . import (
     memory,
     plots,
     producers,
-    qwen3,
     ranks,
     results,
     results_page,
@@ -65,7 +64,7 @@ BENCHMARKS: dict[str, Any] = {
     "tensor_parallel": ranks.TENSOR_PARALLEL,
     "expert_parallel": ranks.EXPERT_PARALLEL,
     "context_parallel": ranks.CONTEXT_PARALLEL,
-    "qwen3": qwen3,
+    "qwen3": ranks.QWEN3,
     "tiles": tiles,
     "toolchain": toolchain,
 }

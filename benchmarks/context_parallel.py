@@ -14,9 +14,9 @@ from torch.distributed.tensor.experimental import context_parallel
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .block import variant
+from .expert_parallel import rows_of
 from .llama import Shape, stack, step
-from .profiled import parts_of_call
-from .ranks import in_turn, parser, run_worker
+from .ranks import parser, run_worker
 from .results import Row
 from .timing import Call
 
@@ -42,17 +42,6 @@ def calls(shape: Shape, tokens: int, layers: int, mesh: DeviceMesh) -> dict[str,
 
         found[name] = cut
     return found
-
-
-def rows_of(found: dict[str, Call], rounds: int, facts: Row) -> list[Row]:
-    """Times, and where they go."""
-    ms = in_turn(found, rounds, repeats=2)
-    return [
-        {"variant": name, **facts, "ms": round(ms[name], 3)}
-        | {"speed_of_bf16": round(ms["bf16"] / ms[name], 3)}
-        | {f"{part}_ms": round(spent, 2) for part, spent in parts_of_call(call).items()}
-        for name, call in found.items()
-    ]
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -8,12 +8,8 @@ variant, since models of two do not fit, and rank 0 writes the row.
 from __future__ import annotations
 
 import functools
-import json
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -25,39 +21,29 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
-from torch.utils.checkpoint import checkpoint
 
 import blocktensor as bt
+from common.llama import Head, Llama, rotate
+from common.llama import Shape as Dense
+from common.runs import Clock
 
 from . import expert_parallel, llama
-from .ranks import parser, run_to_end, run_worker
+from .ranks import ONE_BY_ONE, parser, run_worker
 from .results import Row
 
-GPUS = 2
-"""The number of GPUs it needs."""
-
-VARIANTS = ("bf16", "fp8", "fp8, fused", "fp8, fused, head in fp8")
-QUICK: dict[str, Any] = {"flags": ("--model", "tiny", "--tokens", "64", "--steps", "4")}
-"""The arguments of a smoke run."""
-
-_TIMEOUT = 900
+VARIANTS = ONE_BY_ONE
 _WARMUP = 3
 _LOSS_CHUNK = 2048
 
 
 @dataclass(frozen=True)
-class Shape:
-    """Sizes of a model."""
+class Shape(Dense):
+    """Sizes of a model; ``hidden``: of an expert."""
 
-    dim: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    experts: int
-    top_k: int
-    hidden: int
-    vocab: int
+    rope_base: float = 1e6
+    head_dim: int = 128
+    experts: int = 128
+    top_k: int = 8
 
     @property
     def routed(self) -> expert_parallel.Shape:
@@ -67,8 +53,10 @@ class Shape:
 
 
 SHAPES = {
-    "30b-a3b": Shape(2048, 48, 32, 4, 128, 128, 8, 768, 151_936),
-    "tiny": Shape(256, 2, 4, 2, 64, 8, 2, 128, 512),
+    "30b-a3b": Shape(2048, layers=48, heads=32, kv_heads=4, hidden=768, vocab=151_936),
+    "tiny": Shape(
+        256, layers=2, heads=4, kv_heads=2, hidden=128, vocab=512, head_dim=64, experts=8, top_k=2
+    ),
 }
 
 
@@ -91,15 +79,10 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """``x[batch, time, dim]``."""
         q, k, v = (self._heads(f(x)) for f in (self.q_proj, self.k_proj, self.v_proj))
-        q, k = _rotated(self.q_norm(q), cos, sin), _rotated(self.k_norm(k), cos, sin)
+        q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         made: Tensor = self.o_proj(y.transpose(1, 2).flatten(-2))
         return made
-
-
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    a, b = x.float().chunk(2, -1)
-    return torch.cat((a * cos - b * sin, a * sin + b * cos), -1).type_as(x)
 
 
 class Block(nn.Module):
@@ -125,42 +108,20 @@ class Block(nn.Module):
         return mixed
 
 
-class Qwen3(nn.Module):
-    """Tokens and the tokens that follow in, mean loss out."""
+class Qwen3(Llama):
+    """A decoder of these blocks; its embedding, head and loss are those of a Llama."""
 
     def __init__(self, shape: Shape, group: dist.ProcessGroup | None) -> None:
-        super().__init__()
-        self.head_dim = shape.head_dim
+        nn.Module.__init__(self)  # Llama's own makes its blocks
+        self.shape = shape
         self.embedding = nn.Embedding(shape.vocab, shape.dim)
         self.blocks = nn.ModuleList(Block(shape, group) for _ in range(shape.layers))
-        self.norm = nn.RMSNorm(shape.dim)
-        self.lm_head = nn.Linear(shape.dim, shape.vocab, bias=False)
-        self.head_in_fp8 = False
+        self.head = Head(shape, _LOSS_CHUNK)
 
     def experts(self) -> list[nn.Parameter]:
         """Return the experts of this rank."""
         blocks: Any = self.blocks
         return [p for block in blocks for p in block.routed.experts.parameters()]
-
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Both ``[batch, time]``."""
-        half = self.head_dim // 2
-        frequency = 1e6 ** (-torch.arange(half, device=tokens.device).float() / half)
-        angle = torch.outer(torch.arange(tokens.shape[1], device=tokens.device).float(), frequency)
-        x, cos, sin = self.embedding(tokens), angle.cos(), angle.sin()
-        for block in self.blocks:
-            x = block(x, cos, sin)
-        x, targets = self.norm(x).flatten(0, 1), targets.flatten()
-        if self.head_in_fp8:
-            weight: Any = self.lm_head.weight
-            return bt.functional.linear_cross_entropy(x, weight, targets)
-        total = torch.zeros((), device=x.device)
-        for rows, wanted in zip(x.split(_LOSS_CHUNK), targets.split(_LOSS_CHUNK), strict=True):
-            total = total + checkpoint(self._loss_sum, rows, wanted, use_reentrant=False)
-        return total / len(targets)
-
-    def _loss_sum(self, x: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(self.lm_head(x).float(), targets, reduction="sum")
 
 
 @torch.no_grad()
@@ -185,9 +146,10 @@ def build(name: str, shape: Shape, mesh: DeviceMesh, compiles: bool = False) -> 
         model = Qwen3(shape, mesh.get_group())
     _initialise(model, mesh.get_local_rank())
     if name.startswith("fp8"):
-        model.head_in_fp8 = "head" in name
+        if is_head := "head" in name:
+            model.head.fused_loss = bt.functional.linear_cross_entropy
         is_tiny = shape.dim < SHAPES["30b-a3b"].dim
-        bt.convert(model, skip=["*.router"], skip_small=not is_tiny, convert_head=model.head_in_fp8)
+        bt.convert(model, skip=["*.router"], skip_small=not is_tiny, convert_head=is_head)
     if "fused" in name:
         bt.fuse(model)
         bt.share_inputs(model)
@@ -243,46 +205,25 @@ def row(
 ) -> Row:
     """Train a variant; return its speed, its peak and its losses, means over the ranks."""
     trainer = Trainer(build(name, shape, mesh, compiles), mesh)
-    device, marks, losses = mesh.device_type, [], []
+    device, losses = torch.device(mesh.device_type), []
+    clock = Clock(device)
     for step in range(steps):
         given = batch(shape, tokens, seq, mesh.get_local_rank(), step)
-        losses.append(trainer.step(*(x.to(device) for x in given))[0])
-        if device == "cuda":
-            marks.append(torch.cuda.Event(enable_timing=True))
-            marks[-1].record()
+        with clock.step():
+            losses.append(trainer.step(*(x.to(device) for x in given))[0])
     mean = torch.stack(losses)
     dist.all_reduce(mean, group=mesh.get_group())
     mean /= mesh.size()
     made: Row = {"variant": name, "ranks": mesh.size(), "layers": shape.layers, "tokens": tokens}
     made |= {"first_loss": round(float(mean[0]), 4), "last_loss": round(float(mean[-1]), 4)}
-    if device == "cuda":
-        torch.cuda.synchronize()
-        timed = [a.elapsed_time(b) for a, b in pairwise(marks[_WARMUP:])]
-        ms = torch.tensor(median(timed) if timed else float("nan"), device=device)
-        dist.all_reduce(ms, dist.ReduceOp.MAX, group=mesh.get_group())
-        made |= {
-            "step_ms": round(float(ms), 1),
-            "tokens_per_second_per_gpu": round(tokens / float(ms) * 1e3, 1),
-            "peak_mib": round(torch.cuda.max_memory_allocated() / 2**20, 1),
-        }
-    return made
-
-
-def measure(gpus: int | None = None, flags: Sequence[str] = ()) -> Iterator[Row]:
-    """Yield a row for each variant. ``gpus``: ranks; default: all GPUs."""
-    gpus = torch.cuda.device_count() if gpus is None else gpus
-    first: Row = {}
-    for name in VARIANTS:
-        with tempfile.TemporaryDirectory() as folder:
-            out = Path(folder, "rows.json")
-            words = ["torchrun", "--standalone", "--nproc-per-node", str(gpus)]
-            words += ["-m", "benchmarks.qwen3", "--variant", name, *flags, "--out", str(out)]
-            run_to_end(words, _TIMEOUT)
-            (made,) = json.loads(out.read_text())
-        first = first or made
-        made["speed_of_bf16"] = round(first["step_ms"] / made["step_ms"], 4)
-        made["peak_of_bf16"] = round(made["peak_mib"] / first["peak_mib"], 4)
-        yield made
+    ms = torch.tensor(1e3 * median(clock.seconds()[_WARMUP:]), device=device)
+    dist.all_reduce(ms, dist.ReduceOp.MAX, group=mesh.get_group())
+    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
+    return made | {
+        "step_ms": round(float(ms), 1),
+        "tokens_per_second_per_gpu": round(tokens / float(ms) * 1e3, 1),
+        "peak_mib": round(peak / 2**20, 1),
+    }
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -297,6 +238,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     shape = SHAPES[options.model]
     shape = replace(shape, layers=options.layers or shape.layers)
     seq = min(options.seq, options.tokens)
+    if options.steps <= _WARMUP:
+        commands.error(f"--steps must be more than {_WARMUP}, which are not timed")
     if options.tokens % seq:
         commands.error(f"--tokens {options.tokens} must be a multiple of --seq {seq}")
     how = options.tokens, seq, options.steps, options.compile

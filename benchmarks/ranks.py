@@ -22,7 +22,6 @@ from .results import Row
 from .timing import Call
 
 ROOT = Path(__file__).parent.parent
-_TIMEOUT = 300
 
 
 @dataclass(frozen=True)
@@ -35,15 +34,33 @@ class OnRanks:
     GPUS: int = 2
     """The GPUs that it needs."""
 
+    one_by_one: tuple[str, ...] = ()
+    """Variants of which each has a run of its own, as models of two do not fit; bf16 first."""
+    timeout: float = 300
+    """Seconds of a run."""
+
     def measure(self, gpus: int | None = None, flags: Sequence[str] = ()) -> Iterator[Row]:
         """Yield the rows that rank 0 writes. ``gpus``: ranks; default: all GPUs."""
         gpus = torch.cuda.device_count() if gpus is None else gpus
+        if not self.one_by_one:
+            yield from self._rows(gpus, flags)
+            return
+        bf16: Row = {}
+        for name in self.one_by_one:
+            (row,) = self._rows(gpus, ["--variant", name, *flags])
+            bf16 = bf16 or row
+            row["speed_of_bf16"] = round(bf16["step_ms"] / row["step_ms"], 4)
+            row["peak_of_bf16"] = round(row["peak_mib"] / bf16["peak_mib"], 4)
+            yield row
+
+    def _rows(self, gpus: int, flags: Sequence[str]) -> list[Row]:
         count = ["--standalone", "--nproc-per-node", str(gpus)]
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder, "rows.json")
             words = ["torchrun", *count, "-m", f"benchmarks.{self.name}", *flags]
-            run_to_end([*words, "--out", str(out)], _TIMEOUT)
-            yield from json.loads(out.read_text())
+            run_to_end([*words, "--out", str(out)], self.timeout)
+            rows: list[Row] = json.loads(out.read_text())
+            return rows
 
 
 def _tiny(*flags: str) -> dict[str, Any]:
@@ -53,6 +70,10 @@ def _tiny(*flags: str) -> dict[str, Any]:
 TENSOR_PARALLEL = OnRanks("tensor_parallel", _tiny("--tokens", "512"))
 EXPERT_PARALLEL = OnRanks("expert_parallel", _tiny("--tokens", "512", "--layers", "1"))
 CONTEXT_PARALLEL = OnRanks("context_parallel", _tiny("--tokens", "512", "--layers", "1"))
+ONE_BY_ONE = "bf16", "fp8", "fp8, fused", "fp8, fused, head in fp8"
+QWEN3 = OnRanks(
+    "qwen3", _tiny("--tokens", "64", "--steps", "4"), one_by_one=ONE_BY_ONE, timeout=900
+)
 
 
 def run_to_end(words: Sequence[str], timeout: float) -> None:

@@ -207,7 +207,7 @@ class _Casts:
         self._latest: tuple[Any, ...] = None, None, None
 
     def __call__(self, op: Any, args: tuple[Any, ...]) -> None:
-        """See an op before it runs."""
+        """Measure what an op is about to cast, if it is one of the casts."""
         place = self._tracker.place()
         if op not in _CASTS or place.recomputed:
             return

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from benchmarks import __main__ as cli
-from benchmarks import fsdp2, qwen3
+from benchmarks import fsdp2
 from benchmarks.timing import Call
 from blocktensor import BlockwiseFP8Weight
 from tests.support.numeric import assert_same
@@ -191,6 +191,8 @@ def test_expert_parallel_variants_compute_alike(world: int, device: str) -> None
 @on_ranks(2, gpus=())
 def test_qwen3_on_two_ranks_trains_as_on_one(world: int, device: str) -> None:
     meshes = init_device_mesh(device, (world, 1), mesh_dim_names=("experts", "alone"))
+    with examples():
+        qwen3 = importlib.import_module("benchmarks.qwen3")
     shape = qwen3.SHAPES["tiny"]
     given = [qwen3.batch(shape, 64, 32, rank, 0) for rank in range(world)]
     both = [torch.cat(parts) for parts in zip(*given, strict=True)]
