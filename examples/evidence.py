@@ -43,12 +43,16 @@ EXPERTS = (
 )
 """642M parameters, 98.3M tokens."""
 
-SIZES = {"120m": SMALL, "320m": LARGE, "experts": EXPERTS}
+LARGEST = "--dim 2048 --layers 20 --heads 16 --steps 3060 --evaluate-every 510 --convert-small"
+"""1.1B parameters, 100.3M tokens (``kernel_text.py --tokens 100500000``)."""
+
+SIZES = {"120m": SMALL, "320m": LARGE, "experts": EXPERTS, "1100m": LARGEST}
 
 CALM = {
     "120m": "--batch 64 --seq 256 --warmup 300 --embedding-std 1 --qk-norm --lr 6e-4",
     "320m": "--batch 128 --seq 256 --warmup 300 --embedding-std 1 --qk-norm --lr 3e-4",
     "experts": "--batch 128 --seq 256 --warmup 300 --embedding-std 1 --qk-norm --lr 3e-4",
+    "1100m": "--batch 128 --seq 256 --warmup 300 --embedding-std 1 --qk-norm --lr 3e-4",
 }
 """The set-ups that were chosen. Windows of 256 tokens bring eight times as many files into a step
 as windows of 2048 do."""
@@ -81,6 +85,7 @@ SEEDS = {
     "120m": dict.fromkeys(VARIANTS, 8),
     "320m": {"bf16": 4, "fp8_1x128": 4, "fp8_128x128": 4, "bf16_moved": 2, "fp8_power_of_two": 2},
     "experts": {"bf16": 3, "fp8_1x128": 3, "fp8_128x128": 3},
+    "1100m": {"bf16": 1, "fp8_128x128": 1},
 }
 """How many seeds of each variant run at each size."""
 

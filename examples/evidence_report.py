@@ -16,7 +16,12 @@ from long_run_report import SMOOTHED, ablation, heldout, page
 
 Result = dict[str, Any]
 
-MODELS = {"120m": "120M parameters", "320m": "320M parameters", "experts": "642M, 16 experts"}
+MODELS = {
+    "120m": "120M parameters",
+    "320m": "320M parameters",
+    "experts": "642M, 16 experts",
+    "1100m": "1.1B parameters",
+}
 """Models of runs in the calm set-up, by the first part of a result's name."""
 
 T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
