@@ -23,12 +23,8 @@ b""",
 
 def test_rows_that_differ_in_layer_numbers_only_are_joined() -> None:
     rows = [
-        ("embed", "50x64"),
-        ("blocks.0.up", "192x64"),
-        ("blocks.0.down", "64x192"),
-        ("blocks.1.up", "192x64"),
-        ("blocks.1.down", "64x64"),
-        ("blocks.10.up", "192x64"),
+        *(("embed", "50x64"), ("blocks.0.up", "192x64"), ("blocks.0.down", "64x192")),
+        *(("blocks.1.up", "192x64"), ("blocks.1.down", "64x64"), ("blocks.10.up", "192x64")),
         ("experts.3.blocks.2.up", "192x64"),
     ]
     assert_expected_inline(

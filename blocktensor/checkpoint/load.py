@@ -70,9 +70,9 @@ def load_fp8(
     Reads checkpoints of :func:`save_fp8`, DeepSeek-V3 and transformers' "fp8", with scales
     named ``weight_scale_inv``. Scales in another floating-point dtype, e8m0 included, become the
     same values in fp32. A weight stored in FP8 becomes a frozen :class:`BlockwiseFP8Tensor` with
-    the stored bytes; other tensors are loaded as by ``load_state_dict``, in the model's dtype. Only
-    tensors of the model are read, one at a time. The model does not change unless all of them can
-    be loaded.
+    the stored bytes; other tensors are loaded as by ``load_state_dict``, in the model's dtype. An
+    extra state of a module is loaded if it is a tensor. Only tensors of the model are read, one at
+    a time. The model does not change unless all of them can be loaded.
 
     A tensor of a transformers model may have the name that ``save_pretrained`` gives it. A stack
     of experts may be stored whole or as matrices of each expert: ``experts.3.gate_proj.weight``,
@@ -119,6 +119,8 @@ def load_entries(
     targets = _targets(model)
     known = {name: ways for name, ways in possible_names(model).items() if name in targets}
     sources, unexpected = match(folder, known, entries)
+    states = _extra_states(model, unexpected)
+    unexpected = [name for name in unexpected if name not in states]
     held = {id(targets[name].current) for name in sources}  # tied tensors are stored once
     missing = [name for name, target in targets.items() if id(target.current) not in held]
     if strict and (missing or unexpected):
@@ -134,7 +136,13 @@ def load_entries(
     home = torch.device("cpu" if device is None else device)
     ranks = Ranks.of(target.current for target in targets.values())
     values: dict[str, Tensor | list[Tensor]] = {}
-    ranks.each(lambda: values.update(_read(sources, targets, home, recipe)))
+    extra: dict[str, Tensor] = {}
+
+    def read() -> None:
+        values.update(_read(sources, targets, home, recipe))
+        extra.update((name, _tensor(entries[name], {}).clone()) for name in states)
+
+    ranks.each(read)
     replaced: dict[int, Tensor] = {}
     for name, made in values.items():
         current = targets[name].current
@@ -152,8 +160,10 @@ def load_entries(
             setattr(target.module, target.attribute, replaced[id(target.current)])
         if isinstance(getattr(target.module, target.attribute), FP8Base):
             follow_pretrained_models()
+    for name, module in states.items():
+        module.set_extra_state(extra[name])
     fp8 = tuple(name for name, source in sources.items() if source.is_fp8)
-    plain = tuple(name for name, source in sources.items() if not source.is_fp8)
+    plain = (*(name for name, source in sources.items() if not source.is_fp8), *states)
     return LoadReport(fp8, plain, tuple(missing), tuple(unexpected))
 
 
@@ -175,6 +185,16 @@ def _targets(model: nn.Module) -> dict[str, _Target]:
             if x is not None and name in names:
                 targets[name] = _Target(module, attribute, x)
     return targets
+
+
+def _extra_states(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
+    """Return the modules whose ``get_extra_state``, a tensor, has one of these names."""
+    state, found = model.state_dict(keep_vars=True), {}
+    for name in names:
+        module, _, last = name.rpartition(".")
+        if last == "_extra_state" and isinstance(state.get(name), Tensor):
+            found[name] = model.get_submodule(module)
+    return found
 
 
 def _counted(what: str, names: Sequence[str]) -> str:

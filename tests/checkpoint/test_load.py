@@ -223,6 +223,26 @@ def test_scales_that_do_not_fit_the_recipe_are_refused(folder: Path) -> None:
     assert model.up.weight.recipe == Recipe()
 
 
+class WithState(nn.Linear):
+    seen = torch.zeros(1)
+
+    def get_extra_state(self) -> Tensor:
+        return self.seen
+
+    def set_extra_state(self, state: Tensor) -> None:
+        self.seen = state
+
+
+def test_an_extra_state_that_is_a_tensor(tmp_path: Path) -> None:
+    source, model = (nn.Sequential(WithState(K, N)).bfloat16() for _ in range(2))
+    convert(source, skip_small=False)
+    source[0].seen = torch.arange(3)
+    report = load_fp8(model, save_fp8(source, tmp_path / "fp8"))
+    blank(tmp_path / "fp8")
+    assert torch.equal(model[0].seen, source[0].seen)
+    assert report.plain == ("0.bias", "0._extra_state")
+
+
 def test_scales_do_not_lie_in_the_file(tmp_path: Path) -> None:
     """Also those whose rows need no padding, which no op copies."""
     source, model = nn.Linear(512, 8, bias=False).bfloat16(), nn.Linear(512, 8, bias=False)

@@ -98,19 +98,11 @@ def test_what_may_be_named() -> None:
 
 
 COMPLAINTS: list[dict[str, Any]] = [
-    {"skip": "lm_head"},
-    {"skip": 5},
-    {"skip": [nn.Linear(64, 50)]},
-    {"skip": ["*.up", "model.heads"]},
-    {"skip": ["*.embed"]},
-    {"stacks": [("*.a", ["up"])]},
-    {"stacks": {"a": "up"}},
-    {"stacks": {"a": [1]}},
-    {"stacks": {1: ["up"]}},
-    {"stacks": {"a": ["up"], "expert": ["up"]}},
-    {"stacks": {"a": ["w1"]}},
-    {"stacks": {"a": ["table"]}},
-    {"stacks": {"f": ["w13_EF2D"]}},
+    *({"skip": "lm_head"}, {"skip": 5}, {"skip": [nn.Linear(64, 50)]}),
+    *({"skip": ["*.up", "model.heads"]}, {"skip": ["*.embed"]}, {"stacks": [("*.a", ["up"])]}),
+    *({"stacks": {"a": "up"}}, {"stacks": {"a": [1]}}, {"stacks": {1: ["up"]}}),
+    *({"stacks": {"a": ["up"], "expert": ["up"]}}, {"stacks": {"a": ["w1"]}}),
+    *({"stacks": {"a": ["table"]}}, {"stacks": {"f": ["w13_EF2D"]}}),
 ]
 
 
