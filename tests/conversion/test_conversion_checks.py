@@ -13,14 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from blocktensor import (
-    BlockwiseFP8Tensor,
-    BlockwiseFP8Weight,
-    Recipe,
-    convert,
-    freeze,
-    unfreeze,
-)
+from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, Recipe, convert, freeze, unfreeze
 from blocktensor import to_blockwise_fp8_weights as apply
 from tests.support.models import (
     DIM,

@@ -138,6 +138,8 @@ def test_bad_input() -> None:
     model = converted(Model())
     with pytest.raises(TypeError, match=r"^recompute='yes': expected True or False"):
         fuse(model, recompute="yes")  # type: ignore[arg-type]
+    with torch.inference_mode():
+        assert "RuntimeError on one tensor: Inference tensors" in fuse(model).entries[0].reason
     assert fused_in(model) == []
     with pytest.raises(TypeError, match=r"fuse takes a model, an nn\.Module: got a NoneType"):
         fuse(None)  # type: ignore[arg-type]

@@ -132,10 +132,7 @@ its act_fn, GELU, is none of silu, gelu_tanh""",
     )
 
 
-ACTIVATIONS = {
-    "silu": (nn.SiLU(), nn.SiLU(inplace=True)),
-    "gelu_tanh": (nn.GELU("tanh"),),
-}
+ACTIVATIONS = {"silu": (nn.SiLU(), nn.SiLU(inplace=True)), "gelu_tanh": (nn.GELU("tanh"),)}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

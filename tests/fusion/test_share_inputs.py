@@ -21,6 +21,7 @@ from blocktensor import (
     unshare_inputs,
 )
 from blocktensor import to_blockwise_fp8_weights as to_fp8
+from blocktensor.autograd.shared_cast import this_thread
 from tests.support.backends import replace_op
 from tests.support.fused_kinds import COPIES
 from tests.support.models import FP32_SCALES, POWER_OF_TWO, RECIPES, Trace, complaint, plain, randn
@@ -241,15 +242,16 @@ def test_whoever_watches_ops_sees_those_of_the_unshared_model() -> None:
     assert trace.count("quantize_rowwise 1x128") == 4
 
 
-def test_the_hooks_compile_to_nothing() -> None:
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_the_hooks_compile_to_nothing(fullgraph: bool) -> None:
     model = converted(Qkv())
     report = share_inputs(model)
     for linear in (model.q, model.k, model.v, model.o):
         linear.weight = nn.Parameter(plain(linear.weight))
     y = model(X)
     assert model._forward_hooks
-    assert torch.equal(torch.compile(model, backend="eager", fullgraph=True)(X), y)
-    assert report.casts == 0
+    assert torch.equal(torch.compile(model, backend="eager", fullgraph=fullgraph)(X), y)
+    assert report.casts == 0 and this_thread.running is None
 
 
 def test_a_backward_hook_of_a_linear_sees_its_own_gradient() -> None:

@@ -270,11 +270,7 @@ FP8: 26.7% of FLOPs; fp32: 2 60.0%, wgrad in high precision by recipe 13.3%""",
 @pytest.mark.parametrize("kn", [False, True])
 @pytest.mark.parametrize(
     ("choice", "note"),
-    [
-        ("1x128", ""),
-        ("128x128", ""),
-        ("high_precision", "in high precision by recipe"),
-    ],
+    [("1x128", ""), ("128x128", ""), ("high_precision", "in high precision by recipe")],
 )
 def test_experts_with_weight_gradients_by_recipe(choice: Any, note: str, kn: bool) -> None:
     w = nn.Parameter(BlockwiseFP8Weight(randn(2, 32, 32), Recipe(wgrad_input=choice)))

@@ -52,10 +52,7 @@ def experts_of(
 
 
 def assert_steps_as_one(
-    single: nn.Module,
-    model: Dispatched,
-    sizes: Sequence[Sequence[int]],
-    device: str,
+    single: nn.Module, model: Dispatched, sizes: Sequence[Sequence[int]], device: str
 ) -> None:
     """Two steps of AdamW on several ranks are those of one process, bit for bit.
 

@@ -183,6 +183,16 @@ def test_an_output_that_is_cut_by_features(mesh: DeviceMesh) -> None:
     whole = parallelize_module(converted(), mesh, RowwiseParallel())
     module = parallelize_module(converted(), mesh, RowwiseParallel(output_layouts=Shard(-1)))
     assert_same(module(x), my_part(mesh, whole(x), -1))
+    assert_same(module(quantize(x)), module(x))
+
+
+@on_ranks(2)
+def test_a_nan_reaches_all_ranks_that_share_its_block(mesh: DeviceMesh, device: str) -> None:
+    for rank in range(2):
+        module = parallelize_module(converted(128).to(device), mesh, ColwiseParallel())
+        if mesh.get_local_rank() == rank:
+            local(module.weight).data[0, 0] = float("nan")
+        assert module(drawn((6, K), BF16, 1).to(device)).isnan().all()
 
 
 @on_ranks(2, gpus=())
