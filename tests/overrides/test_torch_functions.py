@@ -84,9 +84,9 @@ def test_products_of_two_fp8_operands(kind: str) -> None:
     x, values = randn(5, 384), randn(256, 384, seed=1)
     fp8, w = quantize(x), both_kinds(values)[kind]
     products = [SPELLINGS[name](fp8, w) for name in ("F.linear", "mm", "@", "functional.linear")]
-    products += [torch.addmm(x.new_zeros(256), fp8, w.t()), torch.mm(w, fp8.t()).t()]
+    sums = torch.addmm(x.new_zeros(256), fp8, w.t()), torch.addmm(x.new_zeros(5), w, fp8.t()).t()
     wanted, *_ = composed(x, values, randn(5, 256))
-    assert all(torch.equal(y, wanted) for y in products)
+    assert all(torch.equal(y, wanted) for y in (*products, *sums, torch.mm(w, fp8.t()).t()))
 
 
 @kinds

@@ -35,6 +35,8 @@ REFUSED: dict[str, Callable[[Tensor], Any]] = {
     "aten.add_.Tensor": lambda x: X.clone().add_(x),
     "aten._foreach_add.Scalar": lambda x: torch._foreach_add([x], 1),
     "aten.copy_.default": lambda x: X.clone().copy_(x),
+    "a BlockwiseFP8Tensor has no tolist()": lambda x: x.tolist(),
+    "a BlockwiseFP8Tensor has no numpy()": lambda x: x.numpy(),
 }
 
 
@@ -43,12 +45,6 @@ def test_an_unsupported_op_names_itself_and_the_way_out(op: str) -> None:
     text = complaint(NotImplementedError, lambda: REFUSED[op](quantize(X)))
     assert text.startswith(op)
     assert ".dequantize()" in text
-
-
-def test_conversions_to_python_are_refused() -> None:
-    for read in (Tensor.tolist, Tensor.numpy):
-        with pytest.raises((NotImplementedError, RuntimeError), match=r"numpy|tolist"):
-            read(quantize(X))
 
 
 def test_the_text_of_a_refusal() -> None:
@@ -71,6 +67,7 @@ READS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "a view": lambda x, w: torch.einsum("tk,kn->tn", x, w.detach().t()[:, :DIM]),
     "below autograd": lambda x, w: torch.ops.aten.mv(w, x[0])[None],
     "a copy": lambda x, w: torch.einsum("tk,nk->tn", x, w.bfloat16()),
+    "two overrides": lambda x, w: w.new_zeros(1, DIM, DIM).baddbmm_(w[None], w[None].mT)[0, :3],
 }
 
 
@@ -111,7 +108,8 @@ def test_an_error_in_a_forward_names_the_module_and_a_skip_that_serves(
     if frozen:
         freeze(model)
     text = complaint(NotImplementedError, lambda: model(x)).replace("\n", " ")
-    assert "in 'layers.0.mixer', a Mixer, by 'layers.0.mixer.proj.weight'; to compute" in text
+    by = "in 'layers.0.mixer', a Mixer, by 'layers.0.mixer.proj.weight'; to compute"
+    assert text.count("a Mixer") == text.count(by) == 1
     skip = ["layers.*.mixer.proj"]
     assert text.endswith(f"convert(model, skip={skip})")
     layers(how, skip=skip)(x).sum().backward()

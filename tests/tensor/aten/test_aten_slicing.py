@@ -40,8 +40,8 @@ def assert_consistent(x: BlockwiseFP8Tensor) -> None:
     like = inner(quantized(*x.shape, block=x.block_shape))
     for name, part in inner(x).items():
         assert name not in like or part.shape == like[name].shape, name
-    for data in (x.rowwise_data, x.columnwise_data):
-        assert data is None or data.is_contiguous()
+    for each in (x, x.rowwise_data, x.columnwise_data):
+        assert each is None or each.is_contiguous()
 
 
 def storage(x: BlockwiseFP8Tensor) -> set[int]:
