@@ -17,7 +17,7 @@ from .timing import Call
 
 KINDS: dict[str, tuple[str, ...]] = {
     "weight_transposes": ("transpose_128x128_kernel",),
-    "weight_casts": ("cast_with_transpose_kernel", "block_kernel"),
+    "weight_casts": ("cast_128x128_kernel", "block_kernel"),
     "activation_casts": ("cast_columnwise_kernel", "cast_1x128_kernel"),
     "gemms": ("gemm", "grouped", "cutlass", "nvjet", "wgrad_kernel", "sum_kernel"),
     "copies": ("memcpy", "memset"),

@@ -96,7 +96,7 @@ KINDS = {
     "void at::native::reduce_kernel<512, 1, at::native::sum_kernel>": "elementwise",
     "cast_columnwise_kernel": "activation_casts",
     "block_kernel": "weight_casts",
-    "cast_with_transpose_kernel": "weight_casts",
+    "cast_128x128_kernel": "weight_casts",
     "transpose_128x128_kernel": "weight_transposes",
     "Memcpy DtoD (Device -> Device)": "copies",
 }

@@ -107,6 +107,7 @@ def casts_in_gluon() -> Iterator[Case]:
         DTYPES, [(14336, 4096), (160, 10), (3, 272, 576)], [BLOCKS_128X128, BLOCKS_128X128_POW2]
     ):
         yield Case(partial(GLUON.quantize_with_transpose, like(*shape, dtype=dtype), format))
+        yield Case(partial(GLUON.quantize_rowwise, like(*shape, dtype=dtype)[..., 1:, :], format))
 
 
 def casts_of_stacks() -> Iterator[Case]:

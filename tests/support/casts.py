@@ -51,12 +51,13 @@ BOTH = Way("quantize_both", *ROWS)
 GLUON_WAYS = (
     Way("quantize_columnwise", *ROWS),
     BOTH,
+    SQUARE,
     Way("quantize_columnwise", *SQUARES),
     Way("quantize_both", *MIXED),
 )
 """The ways that have a Gluon kernel."""
 
-WAYS = (ROWWISE, *GLUON_WAYS[:2], SQUARE, *GLUON_WAYS[2:])
+WAYS = (ROWWISE, *GLUON_WAYS)
 
 
 class Functions:

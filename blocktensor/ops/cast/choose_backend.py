@@ -49,11 +49,13 @@ def casts_fail(device: torch.device) -> str | None:
     made = (
         *gluon_columnwise.casts.quantize_both(on_gpu, BLOCKS_1X128),
         *gluon_columnwise.casts.quantize_both(on_gpu, BLOCKS_1X128, BLOCKS_128X128),
+        gluon_128x128.quantize_rowwise(on_gpu, BLOCKS_128X128),
         *gluon_128x128.quantize_with_transpose(on_gpu, BLOCKS_128X128),
     )
     wanted = (
         *reference.quantize_both(x, BLOCKS_1X128),
         *reference.quantize_both(x, BLOCKS_1X128, BLOCKS_128X128),
+        reference.quantize_rowwise(x, BLOCKS_128X128),
         *reference.quantize_with_transpose(x, BLOCKS_128X128),
     )
     same = all(
@@ -94,7 +96,7 @@ def _gluon_declines(problem: CastProblem) -> str | None:
 _TRITON = ("cast.triton_cast", "cast.triton_cast:casts", "cast.triton_transpose",
            "cast.triton_128x128")  # fmt: skip
 _GLUON = "cast.gluon_128x128", "cast.gluon_columnwise:casts"
-# Rowwise casts, transposes, dequantize and casts of parts gain little or nothing in Gluon.
+# Rowwise casts of 1x128 blocks, transposes, dequantize and casts of parts gain nothing in Gluon.
 
 CAST_BACKENDS: tuple[Backend[CastProblem], ...] = (
     Backend("gluon", (*_GLUON, *_TRITON), _gluon_unusable, _gluon_declines),

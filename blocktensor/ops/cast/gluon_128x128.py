@@ -1,4 +1,4 @@
-"""Casts in 128x128 blocks with their transpose, on 32-bit words of elements."""
+"""Casts in 128x128 blocks, with or without their transpose, on 32-bit words of elements."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from triton.experimental.gluon import language as gl
 from ..formats import BlockFormat, Quantized, num_blocks
 from ..runtime.launch import Launch
 from ..scale_layouts import VECTOR_BYTES, empty_quantized
+from . import triton_cast
 from .gluon_words import (
     bytes_by_column,
     bytes_by_row,
@@ -67,6 +68,16 @@ def stack_of(x: Tensor) -> Stack:
     return Stack(matrices * blocks_n * blocks_k, blocks_n, blocks_k, unit, *sizes)
 
 
+@gluon.constexpr_function
+def _layouts(dtype, transposes, num_warps):
+    """Return layouts of a block's words, by row and, of one to transpose, by column."""
+    if transposes:
+        return patch_layouts(dtype, _PATCH_ROWS, 32 // _PATCH_ROWS, num_warps)[:2]
+    words = 128 // per_word(dtype)
+    lanes = [128 // words, words // 4]
+    return gl.BlockedLayout([1, 4], lanes, [num_warps, 1], [1, 0]), None
+
+
 @gluon.jit
 def amax_and_scale(w, DTYPE: gl.constexpr, METHOD: gl.constexpr, POWER_OF_TWO: gl.constexpr):
     """Return amax and scale of the words of one block."""
@@ -94,17 +105,18 @@ def divided(
         "col_scale_ld",
     ]
 )  # fmt: skip
-def cast_with_transpose_kernel(
+def cast_128x128_kernel(
     w_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, rows, cols, stride_e, stride_n, blocks_n,
     blocks_k, row_scale_ld, col_scale_ld, POWER_OF_TWO: gl.constexpr, METHOD: gl.constexpr,
-    UNIT_N: gl.constexpr, UNIT_K: gl.constexpr, PATCH_ROWS: gl.constexpr,
+    UNIT_N: gl.constexpr, UNIT_K: gl.constexpr, TRANSPOSES: gl.constexpr,
 ):  # fmt: skip
     # One program casts one block of one matrix of the stack. Sizes and strides are in units of
     # UNIT_N rows and UNIT_K words, so that loads, stores and their masks are as wide as a unit.
+    # TRANSPOSES: it also writes the transpose, into col_ptr.
     DTYPE: gl.constexpr = w_ptr.dtype.element_ty
     PER_WORD: gl.constexpr = per_word(DTYPE)
     WORDS: gl.constexpr = 128 // PER_WORD
-    LAYOUTS: gl.constexpr = patch_layouts(DTYPE, PATCH_ROWS, 32 // PATCH_ROWS, gl.num_warps())
+    LAYOUTS: gl.constexpr = _layouts(DTYPE, TRANSPOSES, gl.num_warps())
     BY_ROW: gl.constexpr = LAYOUTS[0]
     BY_COLUMN: gl.constexpr = LAYOUTS[1]
     rows = rows * UNIT_N
@@ -125,50 +137,62 @@ def cast_with_transpose_kernel(
 
     amax, scale = amax_and_scale(w, DTYPE, METHOD, POWER_OF_TWO)
     gl.store(row_scale_ptr + (matrix * blocks_n + block_n) * row_scale_ld + block_k, scale)
-    gl.store(col_scale_ptr + (matrix * blocks_k + block_k) * col_scale_ld + block_n, scale)
     w, r, e = divided(w, amax, scale, DTYPE, METHOD, POWER_OF_TWO)
     QUOTIENT: gl.constexpr = "exact" if POWER_OF_TWO else METHOD
     q = bytes_by_row(w, r, e, QUOTIENT, DTYPE)
     target = row_ptr.to(gl.pointer_type(q.dtype)) + (matrix * rows + first_n) * words + first_word
     gl.store(target + (n * words + word), q, mask=inside)
 
-    w = gl.convert_layout(w, BY_COLUMN, assert_trivial=True)
-    q = bytes_by_column(w, (r, r), (e, e), QUOTIENT, DTYPE)
-    n = gl.arange(0, 128, layout=gl.SliceLayout(1, BY_COLUMN))[:, None]
-    word = gl.arange(0, WORDS, layout=gl.SliceLayout(0, BY_COLUMN))[None, :]
-    inside = (n < rows_left) & (word < words_left)
-    target = col_ptr.to(gl.pointer_type(gl.int8))
-    target += (matrix * (words * PER_WORD) + first_k) * rows + first_n
-    target += word * (rows * PER_WORD) + n
-    for i in gl.static_range(PER_WORD):
-        gl.store(target + i * rows, q[i], mask=inside)
+    if TRANSPOSES:
+        gl.store(col_scale_ptr + (matrix * blocks_k + block_k) * col_scale_ld + block_n, scale)
+        w = gl.convert_layout(w, BY_COLUMN, assert_trivial=True)
+        q = bytes_by_column(w, (r, r), (e, e), QUOTIENT, DTYPE)
+        n = gl.arange(0, 128, layout=gl.SliceLayout(1, BY_COLUMN))[:, None]
+        word = gl.arange(0, WORDS, layout=gl.SliceLayout(0, BY_COLUMN))[None, :]
+        inside = (n < rows_left) & (word < words_left)
+        target = col_ptr.to(gl.pointer_type(gl.int8))
+        target += (matrix * (words * PER_WORD) + first_k) * rows + first_n
+        target += word * (rows * PER_WORD) + n
+        for i in gl.static_range(PER_WORD):
+            gl.store(target + i * rows, q[i], mask=inside)
 
 
-def plan_with_transpose(w: Tensor, row: Quantized, col: Quantized) -> Launch:
+def _plan(w: Tensor, row: Quantized, col: Quantized | None) -> Launch:
     """Plan the launch that casts ``w[..., N, K]`` into ``row``, and its transpose into ``col``."""
     n = w.shape[-2]
-    assert n % VECTOR_BYTES == 0
-    stack = stack_of(w)
+    stack, unit_n, transpose = stack_of(w), 1, row
+    if col is not None:
+        assert n % VECTOR_BYTES == 0
+        unit_n, transpose = VECTOR_BYTES, col
     return Launch(
-        cast_with_transpose_kernel,
+        cast_128x128_kernel,
         (stack.programs,),
-        (w, row.data, row.scale, col.data, col.scale, n // VECTOR_BYTES, stack.cols, stack.stride_e,
-         stack.stride_n, stack.blocks_n, stack.blocks_k, row.scale.stride(-2),
-         col.scale.stride(-2)),
+        (w, row.data, row.scale, transpose.data, transpose.scale, n // unit_n, stack.cols,
+         stack.stride_e, stack.stride_n, stack.blocks_n, stack.blocks_k, row.scale.stride(-2),
+         transpose.scale.stride(-2)),
         {
             "POWER_OF_TWO": row.format.power_of_two,
             "METHOD": method_for(w.dtype),
-            "UNIT_N": VECTOR_BYTES,
+            "UNIT_N": unit_n,
             "UNIT_K": stack.unit,
-            "PATCH_ROWS": _PATCH_ROWS,
+            "TRANSPOSES": col is not None,
         },
         {"num_warps": 2 * w.element_size(), "enable_fp_fusion": True},
     )  # fmt: skip
+
+
+def quantize_rowwise(x: Tensor, format: BlockFormat) -> Quantized:
+    """See :func:`blocktensor.ops.reference.quantize_rowwise`; Triton casts 1x128 blocks."""
+    if format.rows == 1:
+        return triton_cast.quantize_rowwise(x, format)
+    out = empty_quantized(x.shape, format, x.device)
+    _plan(x, out, None)()
+    return out
 
 
 def quantize_with_transpose(w: Tensor, format: BlockFormat) -> tuple[Quantized, Quantized]:
     """See :func:`blocktensor.ops.reference.quantize_with_transpose`; rows in whole vectors."""
     row = empty_quantized(w.shape, format, w.device)
     col = empty_quantized(w.mT.shape, format, w.device)
-    plan_with_transpose(w, row, col)()
+    _plan(w, row, col)()
     return row, col

@@ -171,6 +171,8 @@ def test_stacks(dtype: torch.dtype, power_of_two: bool, rng: Generator) -> None:
             x = values(kind, experts * rows, cols, dtype, rng).view(experts, rows, cols)
             for view in (x, x[1:], x.mT):
                 check(TRITON, SQUARE, view, power_of_two)
+                if gluon_takes(to_device(view, CUDA), *SQUARE.formats(power_of_two)):
+                    check(GLUON, SQUARE, view, power_of_two)
 
 
 @on_a_gpu

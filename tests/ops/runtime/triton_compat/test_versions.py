@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -103,7 +104,10 @@ PRODUCTS = (
     (grouped_hopper, "grouped_gemm", grouped.grouped_gemms_fail),
     (grouped_hopper, "grouped_gemm_wgrad", grouped.grouped_gemms_fail),
 )
-CASTS = (gluon_columnwise.casts, "quantize_both"), (gluon_128x128, "quantize_with_transpose")
+CASTS = (
+    (gluon_columnwise.casts, "quantize_both"),
+    *((gluon_128x128, name) for name in ("quantize_rowwise", "quantize_with_transpose")),
+)
 TRIALS: tuple[Any, ...] = (casts.casts_fail, gemms.gemms_fail, grouped.grouped_gemms_fail)
 
 
@@ -125,9 +129,10 @@ def scaled(name: str, factor: float) -> Callable[..., Any]:
     return lambda *args: getattr(reference, name)(*args) * factor
 
 
-def with_a_wrong_byte(*args: Any) -> tuple[Quantized, Quantized]:
-    made = reference.quantize_with_transpose(*args)
-    made[1].data.view(torch.uint8)[383, 303] ^= 1
+def with_a_wrong_byte(name: str, *args: Any) -> Any:
+    made = getattr(reference, name)(*args)
+    last = made if isinstance(made, Quantized) else made[1]
+    last.data.view(torch.uint8)[-1, -1] ^= 1
     return made
 
 
@@ -138,7 +143,7 @@ def with_a_wrong_byte(*args: Any) -> tuple[Quantized, Quantized]:
         *((module, name, scaled(name, 1.01), trial) for module, name, trial in PRODUCTS),
         *((module, name, scaled(name, math.nan), trial) for module, name, trial in PRODUCTS),
         (hopper, "plan_gemm", Planned(1.01), gemms.gemms_fail),
-        (gluon_128x128, "quantize_with_transpose", with_a_wrong_byte, casts.casts_fail),
+        *((*cast, partial(with_a_wrong_byte, cast[1]), casts.casts_fail) for cast in CASTS),
     ],
 )
 def test_a_wrong_kernel_fails_its_trial(
