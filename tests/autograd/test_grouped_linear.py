@@ -24,15 +24,7 @@ from tests.support.linear_ways import (
     storage_is_gone,
     wgrad,
 )
-from tests.support.models import (
-    FP32_SCALES,
-    POWER_OF_TWO,
-    RECIPES,
-    SQUARE,
-    Trace,
-    plain,
-    randn,
-)
+from tests.support.models import FP32_SCALES, POWER_OF_TWO, RECIPES, SQUARE, Trace, plain, randn
 from tests.support.numeric import assert_same, relative_error
 from tests.support.steps import ours
 

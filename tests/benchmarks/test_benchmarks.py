@@ -51,10 +51,7 @@ ROWS: list[Row] = [{"shape": 1, "fast": 2.5}, {"shape": 2, "slow": None}]
 
 @pytest.mark.parametrize("quick", [False, True])
 def test_a_run_writes_its_rows_and_names_absent_peers(
-    quick: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    quick: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("rich")
     calls: list[dict[str, Any]] = []

@@ -102,8 +102,7 @@ def saved_by(graph: torch.fx.Graph) -> list[Tensor]:
 def test_fused_norms_save_one_form_of_each_input(norm: Any) -> None:
     model, twin = fused_blocks(norm, fused=NAMES if norm is Norm else [])
     forward, _ = compiled_graphs(
-        model,
-        call=lambda run: assert_bits(mlps.results(model, run=run), mlps.results(twin)),
+        model, call=lambda run: assert_bits(mlps.results(model, run=run), mlps.results(twin))
     )
     assert graphs() == 1
     # Of each layer: the input of o_proj and two norms. That of down_proj is made by backward.

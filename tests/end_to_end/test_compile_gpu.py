@@ -8,14 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from blocktensor import (
-    BlockwiseFP8Tensor,
-    Recipe,
-    convert,
-    freeze,
-    fuse,
-    share_inputs,
-)
+from blocktensor import BlockwiseFP8Tensor, Recipe, convert, freeze, fuse, share_inputs
 from tests.support import fused_experts
 from tests.support.asserts import no_synchronization
 from tests.support.compiling import afresh, assert_as_eager, graphs

@@ -165,10 +165,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "rsLoRA": {"use_rslora": True},
     "an adapted module saved whole": {"modules_to_save": ["blocks.0.up"]},
     "the head saved whole": {"modules_to_save": ["head"]},
-    "matrices by name": {
-        "target_modules": [],
-        "target_parameters": ["up.weight", "down.weight"],
-    },
+    "matrices by name": {"target_modules": [], "target_parameters": ["up.weight", "down.weight"]},
 }
 READS_VALUES = {"PiSSA", "OLoRA"}
 """Adapters that write new values into the base, which a frozen one cannot take."""

@@ -95,7 +95,7 @@ def test_run_writes_json_and_plot(
     assert (record["config"]["steps"], record["config"]["model"]["dim"]) == (6, 16)
     assert record["versions"]["torch"] and record["date"] and record["data"]["train_files"]
     assert [(run["seed"], run["precision"]) for run in record["runs"]] == [
-        *((0, "bf16"), (0, "fp8"), (1, "bf16"), (1, "fp8")),
+        *((0, "bf16"), (0, "fp8"), (1, "bf16"), (1, "fp8"))
     ]
     for run in record["runs"]:
         assert len(run["losses"]) == 6

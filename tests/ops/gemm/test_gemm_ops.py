@@ -41,7 +41,7 @@ def test_a_backend_is_chosen_once_for_a_kind(k: int, watched: Watched, rng: Gene
         assert_same(gemm(a, b, bias, torch.float32), want)
     sizes, device = (5, 129, k), torch.device("cpu")
     assert watched.problems == [
-        GemmProblem(*sizes, BLOCKS_1X128, BLOCKS_128X128, torch.float32, device, torch.bfloat16),
+        GemmProblem(*sizes, BLOCKS_1X128, BLOCKS_128X128, torch.float32, device, torch.bfloat16)
     ]
     assert len(watched.given) == 3
 
