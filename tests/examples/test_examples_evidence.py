@@ -42,5 +42,5 @@ def test_the_page_is_rebuilt_from_the_files(
     page = (Path(__file__).parents[2] / "docs" / "evidence.md").read_text()
     assert out.read_text() == page
     drawn = {path.name for path in (out.parent / "plots").iterdir()}
-    names = ("differences", "120m", "320m", "experts", "dense", "moe")
+    names = ("differences", "120m", "320m", "1100m", "experts", "dense", "moe")
     assert drawn == {f"evidence_{name}.png" for name in names}
