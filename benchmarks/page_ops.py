@@ -169,10 +169,7 @@ def cast(content: Content, page: Path) -> list[str]:
         for name, shares in measured.items()
     ]
     return section(
-        # until they are measured again
-        "**Casts, speed as a share of a plain copy's**, counting the bytes that must move "
-        '("128x128" by a Gluon kernel that is gone; [Triton\'s](experiments/casts.md) reaches 89%, '
-        "67% and 45% of a copy of bf16 with 16384 x 18432, 4096 x 7168 and 4096 x 2048):",
+        "**Casts, speed as a share of a plain copy's**, counting the bytes that must move:",
         ("cast", *(f"{m} x {k}" for m, k in shapes)),
         rows,
         content,
