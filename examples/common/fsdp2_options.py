@@ -75,7 +75,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--wgrad-input",
         choices=("128x128", "1x128"),
         default="128x128",
-        help="blocks of inputs that FP8 weight gradients read (default: 1x128)",
+        help="blocks of inputs that FP8 weight gradients read (default: %(default)s)",
     )
     # not --master: torchrun takes that for the beginning of its own --master-addr, and stops
     add(

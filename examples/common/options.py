@@ -186,7 +186,7 @@ def build_parser() -> argparse.ArgumentParser:
         choices=("128x128", "1x128", "high_precision"),
         default="128x128",
         help="what weight gradients read of the input: FP8 in these blocks, or bf16 "
-        "(default: 1x128)",
+        "(default: %(default)s)",
     )
     add(
         "--seed",
