@@ -118,6 +118,10 @@ class _Products(TorchDispatchMode):
         product = product_of(func, args, kwargs, out)
         for cast in columnwise_data(func, args, out):
             self._columnwise[cast] = True
+        if product is None and any(x in self._columnwise for x in _tensors(args)):
+            for x in _tensors(out):  # a view of bytes, or what was gathered of them
+                if x.element_size() == 1:
+                    self._columnwise[x] = True
         if product is not None:
             self._add(product, place, (factors(func, args), kwargs))
         elif func is _GATHERS and any(x.dtype in HIGH_PRECISION for x in args[0]):

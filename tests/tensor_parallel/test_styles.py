@@ -197,8 +197,10 @@ def test_no_product_is_in_high_precision(mesh: DeviceMesh) -> None:
         if sequence:
             gathered = notes[0].rpartition(": ")[2].split(", ")
             assert {"attention.o", "mlp.down"} < set(gathered)
-        x, _ = batches(mesh, 256, sequence)
-        assert assert_no_marked_product(model, x).notes == ()
+        report = assert_no_marked_product(model, batches(mesh, 256, sequence)[0])
+        assert report.notes == ()
+        kinds = [e.kind for e in report.entries if e.precision == "FP8"]
+        assert len({kinds.count(kind) for kind in ("fprop", "dgrad", "wgrad")}) == 1
 
 
 @pytest.mark.parametrize("what", ["converted", "recipe", "alone", "layouts"])
