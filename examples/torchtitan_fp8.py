@@ -29,6 +29,7 @@ with needs("rich", "blocktensor", "torchtitan", install="'.[demo,torchtitan]'"):
 DESCRIPTION = """\
 Train a model of torchtitan 0.3.0 in bf16 and in FP8, from the same seeds, on the Python sources of
 the standard library, and compare losses, speed and memory. Weights are random, downloads none.
+The ranks of torchrun share every layer: tensor parallel.
 """
 
 EPILOG = """\
@@ -36,6 +37,7 @@ examples:
   python examples/torchtitan_fp8.py                                      llama3's debug model
   python examples/torchtitan_fp8.py --model llama3_8b --layers 8 --compile
   python examples/torchtitan_fp8.py --model deepseek_v3_16b --layers 4
+  torchrun --nproc-per-node 2 examples/torchtitan_fp8.py --model llama3_8b --layers 8 --compile
 """
 
 MODELS = ("llama3_debugmodel", "llama3_8b", "deepseek_v3_debugmodel", "deepseek_v3_16b")
@@ -47,7 +49,7 @@ Logged = list[tuple[float, float]]
 
 
 def environment() -> None:
-    """Set the variables that torchtitan expects from its launcher, for a run on one device."""
+    """Set the variables that torchtitan expects from its launcher, unless torchrun has."""
     from torchtitan.tools.utils import device_type
 
     if device_type == "cuda" and not torch.cuda.is_available():
@@ -136,8 +138,11 @@ def configured(options: argparse.Namespace, fp8: dict[str, Any] | None) -> Any:
     config.training.local_batch_size, config.training.seq_len = options.batch, options.seq
     config.lr_scheduler.warmup_steps = min(config.lr_scheduler.warmup_steps, options.steps // 4)
     config.parallelism.spmd_backend = "partial_dtensor"
+    config.parallelism.tensor_parallel_degree = int(os.environ["WORLD_SIZE"])
     config.parallelism.expert_parallel_degree = 1
     config.compile.enable = options.compile
+    if options.compile and config.parallelism.tensor_parallel_degree > 1:
+        config.activation_checkpoint = None  # torch 2.13 compiles none of it there
     config.checkpoint.enable = False
     config.metrics.enable_tensorboard = False
     config.metrics.log_freq = 1
@@ -221,13 +226,16 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--seq", type=int, default=8192, help="tokens of a sequence (default: 8192)")
     add("--compile", action="store_true", help="compile every block")
     add("--seed", type=int, default=0, help="decides weights (default: 0)")
-    add("--variants", nargs="+", choices=tuple(VARIANTS), default=tuple(VARIANTS), help="what runs")
+    add("--variants", nargs="+", choices=tuple(VARIANTS), help="what runs (default: all that can)")
     add("--out", type=Path, default=Path("runs/torchtitan"), help="folder of result.json")
     options = parser.parse_args(argv)
     if options.steps < 4:
         parser.error(
             f"--steps {options.steps}: expected at least 4, of which the second half is timed"
         )
+    if options.variants is None:
+        is_alone = os.environ.get("WORLD_SIZE", "1") == "1"  # fuse needs whole modules
+        options.variants = [name for name in VARIANTS if is_alone or "fused" not in name]
     if options.variants[0] != "bf16":
         parser.error("--variants must begin with bf16, which the others are compared with")
     return options
@@ -247,10 +255,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             "options": written,
             "torch": torch.__version__,
             "device": device,
+            "ranks": int(os.environ["WORLD_SIZE"]),
             "runs": results,
         }
-        (options.out / "result.json").write_text(json.dumps(content, indent=1) + "\n")
-    Console().print(table(results))
+        if os.environ["RANK"] == "0":
+            (options.out / "result.json").write_text(json.dumps(content, indent=1) + "\n")
+    if os.environ["RANK"] == "0":
+        Console().print(table(results))
     return 0
 
 

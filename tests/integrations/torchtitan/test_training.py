@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +32,12 @@ pytest.importorskip("rich")
 pytestmark = pytest.mark.slow
 
 
-def example(model: str, folder: str) -> Any:
-    """What the example writes about its runs of a model, by their names."""
+def example(model: str, folder: str) -> None:
+    """The first rank writes ``result.json``."""
     small = ["--layers", "2", "--steps", "4", "--batch", "1", "--seq", "64"]
     with scripts.examples() as load:
         main = load("torchtitan_fp8").main
         assert main(["--model", f"{model}_debugmodel", *small, "--out", folder]) == 0
-    return json.loads(Path(folder, "result.json").read_text())["runs"]
 
 
 def runs_alone(rank: int, world: int, folder: str) -> dict[str, Any]:
@@ -74,6 +74,7 @@ def runs_alone(rank: int, world: int, folder: str) -> dict[str, Any]:
 
 def runs_on_two(rank: int, world: int, folder: str) -> dict[str, Any]:
     titan_cpu.start()
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world))
 
     def config(model: str, **degrees: Any) -> Any:
         return parallel(debug_config(model, folder, steps=2), **degrees)
@@ -86,21 +87,28 @@ def runs_on_two(rank: int, world: int, folder: str) -> dict[str, Any]:
             *train(in_fp8(config("deepseek_v3", **experts)), audited),
         ),
         "spmd_types": error_of(in_fp8(config("llama3", spmd_backend="spmd_types"))),
+        "example": example("llama3", f"{folder}/example"),
     }
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    found: dict[str, Any] = ranks.run(runs_alone, 1, tmp_path_factory.mktemp("runs"))[0]
-    return found
+    folder = tmp_path_factory.mktemp("runs")
+    found: dict[str, Any] = ranks.run(runs_alone, 1, folder)[0]
+    return found | {f"{model}, example": written(folder / model) for model in MODELS}
 
 
 @pytest.fixture(scope="module")
 def on_two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    first, second = ranks.run(runs_on_two, 2, tmp_path_factory.mktemp("runs"))
+    folder = tmp_path_factory.mktemp("runs")
+    first, second = ranks.run(runs_on_two, 2, folder)
     assert str(first) == str(second)
-    found: dict[str, Any] = first
-    return found
+    return {**first, "example": written(folder / "example")}
+
+
+def written(folder: Path) -> Any:
+    """What the example has written about its runs, by their names."""
+    return json.loads(Path(folder, "result.json").read_text())["runs"]
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -128,6 +136,11 @@ def test_losses_of_the_example_fall_alike(alone: dict[str, Any], model: str) -> 
     assert fused == fp8 != bf16
     assert fp8 == pytest.approx(bf16, rel=0.01)
     assert bf16[-1] < bf16[0]
+
+
+def test_the_example_on_two_ranks(on_two: dict[str, Any]) -> None:
+    bf16, fp8 = (made["losses"] for made in on_two["example"].values())
+    assert fp8 != bf16 and fp8 == pytest.approx(bf16, rel=0.01) and bf16[-1] < bf16[0]
 
 
 @pytest.mark.parametrize("run", ["compiled", "fused", "spmd_types"])
