@@ -121,7 +121,8 @@ def _unique_tensors(model: nn.Module) -> dict[str, Tensor]:
             is_plain = fp8_part(x) is None and local_of(x) is None
             has_memory = is_plain and not x.is_meta and x.numel() > 0
             memory = (x.data_ptr(), x.shape, x.stride(), x.dtype) if has_memory else id(x)
-            unique.setdefault(memory, (name, x))
+            own = name.rpartition(".")[2] == "_extra_state"  # each module is given its own
+            unique.setdefault(name if own else memory, (name, x))
     return dict(unique.values())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from ..conversion.pretrained_models import follow_pretrained_models
 from ..model.names import is_module
@@ -137,12 +139,23 @@ def load_entries(
     ranks = Ranks.of(target.current for target in targets.values())
     values: dict[str, Tensor | list[Tensor]] = {}
     extra: dict[str, Tensor] = {}
+    before = tree_map_only(Tensor, torch.clone, {k: x.get_extra_state() for k, x in states.items()})
+
+    def set_states(given: Mapping[str, Any]) -> None:
+        for name, module in states.items():
+            module.set_extra_state(given[name])
 
     def read() -> None:
         values.update(_read(sources, targets, home, recipe))
         extra.update((name, _tensor(entries[name], {}).clone()) for name in states)
+        set_states(extra)  # a module may refuse its state: before anything else changes
 
-    ranks.each(read)
+    try:
+        ranks.each(read)
+    except BaseException:
+        with contextlib.suppress(Exception):  # of the module that has refused
+            set_states(before)
+        raise
     replaced: dict[int, Tensor] = {}
     for name, made in values.items():
         current = targets[name].current
@@ -160,8 +173,7 @@ def load_entries(
             setattr(target.module, target.attribute, replaced[id(target.current)])
         if isinstance(getattr(target.module, target.attribute), FP8Base):
             follow_pretrained_models()
-    for name, module in states.items():
-        module.set_extra_state(extra[name])
+    set_states(extra)  # again, as after a load of torch, where a state may depend on weights
     fp8 = tuple(name for name, source in sources.items() if source.is_fp8)
     plain = (*(name for name, source in sources.items() if not source.is_fp8), *states)
     return LoadReport(fp8, plain, tuple(missing), tuple(unexpected))
@@ -188,13 +200,14 @@ def _targets(model: nn.Module) -> dict[str, _Target]:
 
 
 def _extra_states(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
-    """Return the modules whose ``get_extra_state``, a tensor, has one of these names."""
-    state, found = model.state_dict(keep_vars=True), {}
-    for name in names:
-        module, _, last = name.rpartition(".")
-        if last == "_extra_state" and isinstance(state.get(name), Tensor):
-            found[name] = model.get_submodule(module)
-    return found
+    """Return the modules that have an extra state of one of these names, as torch finds them."""
+    methods = "get_extra_state", "set_extra_state"
+    known = {
+        f"{prefix}._extra_state".lstrip("."): module
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        if all(getattr(type(module), x) is not getattr(nn.Module, x) for x in methods)
+    }
+    return {name: known[name] for name in names if name in known}
 
 
 def _counted(what: str, names: Sequence[str]) -> str:

@@ -224,23 +224,33 @@ def test_scales_that_do_not_fit_the_recipe_are_refused(folder: Path) -> None:
 
 
 class WithState(nn.Linear):
-    seen = torch.zeros(1)
+    seen: Any = None
+    refuses = False
 
-    def get_extra_state(self) -> Tensor:
+    def get_extra_state(self) -> Any:
         return self.seen
 
-    def set_extra_state(self, state: Tensor) -> None:
+    def set_extra_state(self, state: Any) -> None:
+        if self.refuses:
+            raise ValueError("refused")
         self.seen = state
 
 
-def test_an_extra_state_that_is_a_tensor(tmp_path: Path) -> None:
-    source, model = (nn.Sequential(WithState(K, N)).bfloat16() for _ in range(2))
+def test_extra_states_that_are_tensors(tmp_path: Path) -> None:
+    source, model = (nn.Sequential(*(WithState(K, N) for _ in "ab")).bfloat16() for _ in "ab")
     convert(source, skip_small=False)
-    source[0].seen = torch.arange(3)
-    report = load_fp8(model, save_fp8(source, tmp_path / "fp8"))
-    blank(tmp_path / "fp8")
-    assert torch.equal(model[0].seen, source[0].seen)
-    assert report.plain == ("0.bias", "0._extra_state")
+    source[0].seen = source[1].seen = torch.arange(3)
+    folder, before = save_fp8(source, tmp_path / "fp8"), {**vars(model[0])["_parameters"]}
+    model[1].refuses = True
+    with pytest.raises(ValueError, match="refused"):
+        load_fp8(model, folder)
+    assert model[0].seen is None and all(model[0]._parameters[k] is x for k, x in before.items())
+    model[1].refuses = False
+    assert load_fp8(model, folder).plain == ("0.bias", "1.bias", "0._extra_state", "1._extra_state")
+    with pytest.raises(CheckpointError, match="2 unexpected"):  # as torch, without the method
+        load_fp8(nn.Sequential(nn.Linear(K, N), nn.Linear(K, N)), folder)
+    blank(folder)
+    assert all(torch.equal(x.seen, torch.arange(3)) for x in model)
 
 
 def test_scales_do_not_lie_in_the_file(tmp_path: Path) -> None:
