@@ -18,6 +18,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
+from ..ops.runtime.launch import this_thread
 from ..overrides import dynamo
 from .forward_reads import Reads, reads_of
 
@@ -39,13 +40,17 @@ class Fused(nn.Module):
     def _pattern_to_run(self) -> Any:
         """Return the pattern; None if the module's own forward has to run.
 
-        It has to run if what was verified has changed since, and under a TorchFunctionMode, which
-        may change what ops do.
+        It has to run if what was verified has changed since, while ops are watched, and under a
+        TorchFunctionMode, which may change what ops do. Unlike a mode, a watch stays on in the
+        backward that ``Tensor.backward`` runs, where checkpointing runs forwards again.
         """
         reads, pattern = self._fused_reads, self._fused_pattern
         if reads is None or _function_modes():
             return None
-        if is_dynamo_compiling() and not (reads.are_traced and pattern.in_graphs):
+        if is_dynamo_compiling():
+            if not (reads.are_traced and pattern.in_graphs):
+                return None
+        elif this_thread.watch is not None:
             return None
         return None if reads.have_changed() else pattern
 

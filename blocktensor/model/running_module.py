@@ -9,6 +9,7 @@ the sequence numbers and the running node, which are private to torch (2.11 to 2
 from __future__ import annotations
 
 import re
+import threading
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -42,11 +43,37 @@ class Place(NamedTuple):
     recomputed: bool
 
 
+class _Eagerly:
+    """Run compiled regions in eager mode while any thread is inside, in whatever order they leave.
+
+    The stance of torch is that of all threads, and each ``with`` restores the one that it found.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._inside, self._stance = threading.Lock(), 0, ExitStack()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._inside:
+                self._stance.enter_context(torch.compiler.set_stance("force_eager"))
+            self._inside += 1
+
+    def __exit__(self, *_: Any) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside:
+                self._stance.close()
+
+
+_EAGERLY = _Eagerly()
+
+
 class ModuleTracker:
     """Knows the module of every op, while its hooks are on the modules of a model.
 
     A module with several names has the first of them. Compiled regions run in eager mode, and
-    backwards in the thread that calls them, whose sequence numbers are those of the forwards.
+    backwards in the thread that calls them, whose sequence numbers are those of the forwards. What
+    other threads run in the same modules is not followed.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -56,12 +83,11 @@ class ModuleTracker:
         self._running: list[tuple[str, int]] = []  # with the backward pass that runs it, or -1
         self._module_of: dict[int, str] = {}  # by the number of a node
         self._undo = ExitStack()
-        self._hooks_outside: Any = None
+        self._thread = threading.get_ident()
 
     def __enter__(self) -> ModuleTracker:
-        self._hooks_outside = _saved_tensor_hooks(True)
         with ExitStack() as undo:
-            undo.enter_context(torch.compiler.set_stance("force_eager"))
+            undo.enter_context(_EAGERLY)
             undo.enter_context(set_multithreading_enabled(False))
             for module in self._modules:
                 undo.callback(module.register_forward_pre_hook(self._begin, prepend=True).remove)
@@ -72,15 +98,20 @@ class ModuleTracker:
     def __exit__(self, *_: Any) -> None:
         self._undo.close()
 
+    def __reduce__(self) -> Any:
+        return ModuleTracker, (nn.Identity(),)  # a copy of the model has hooks that follow nothing
+
     def name_of(self, module: nn.Module) -> str:
         """Return the name of a module, without those of wrappers."""
         return self._modules.get(module) or MODEL
 
     def _begin(self, module: nn.Module, args: Any) -> None:
-        self._running.append((self.name_of(module), _engine._current_graph_task_id()))
+        if threading.get_ident() == self._thread:
+            self._running.append((self.name_of(module), _engine._current_graph_task_id()))
 
     def _end(self, module: nn.Module, args: Any, result: Any) -> None:
-        self._running.pop()
+        if threading.get_ident() == self._thread:
+            self._running.pop()
 
     def place(self) -> Place:
         """The place where the op runs that is dispatched now."""
@@ -101,7 +132,5 @@ class ModuleTracker:
         """Return True if checkpointing runs a forward again, of any function."""
         if node.name() == "CheckpointFunctionBackward":
             return True
-        hooks, outside = _saved_tensor_hooks(True), self._hooks_outside
-        if hooks is None or outside is None:
-            return hooks is not outside
-        return any(a is not b for a, b in zip(hooks, outside, strict=True))
+        pack, _ = _saved_tensor_hooks(True) or (None, None)
+        return getattr(pack, "__module__", None) == "torch.utils.checkpoint"

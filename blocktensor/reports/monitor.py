@@ -8,26 +8,31 @@ the end. Figures stay on the device until they are read, so that no step waits f
 from __future__ import annotations
 
 import math
+import weakref
 from contextlib import ExitStack
 from statistics import median
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from ..model.names import is_module
 from ..model.running_module import ModuleTracker
 from ..model.weights import fp8_weights, label_of
 from ..ops import reference
 from ..ops.cast.ops import dequantize, quantize_rowwise
+from ..ops.cross_entropy.ops import gradient_of_logits
 from ..ops.formats import BlockFormat, ceil_div
 from ..ops.op import OPS
+from ..ops.runtime.launch import this_thread
 from ..ops.runtime.specialize import watching
 from ..sharding.dtensor import fp8_part
 from ..sharding.whole import format_of
 from ..tensor.base import MasterBase
 from ..text_table import Report, Table
+
+Figures = dict[tuple[str, str], Tensor]
+"""Sums and counts by layer and operand, as :func:`_health` reads them."""
 
 _ROWS = 256
 """Most rows of a tensor that are measured, at equal distances."""
@@ -72,7 +77,8 @@ class Monitor(Report):
         self.every, self.step = every, 0
         self._model = model
         self._stack: ExitStack | None = None
-        self._measured: dict[int, dict[tuple[str, str], Tensor]] = {}
+        self._found: Figures | None = None  # of the step that is running
+        self._measured: dict[int, tuple[list[tuple[str, str]], Tensor]] = {}
 
     def __enter__(self) -> Monitor:
         """Begin a step."""
@@ -80,36 +86,38 @@ class Monitor(Report):
             raise RuntimeError("a step of this monitor is running: leave its `with` block first")
         with ExitStack() as stack:
             if self.step % self.every == 0:
-                found: dict[tuple[str, str], Tensor] = {}
+                if this_thread.watch is not None:
+                    raise RuntimeError(
+                        "another monitor measures a step: leave its `with` block first, or monitor "
+                        "both models as one: monitor(nn.ModuleList([a, b]))"
+                    )
+                found: Figures = {}
                 tracker = ModuleTracker(self._model)
-                stack.enter_context(_OpByOp())
                 stack.enter_context(tracker)
                 stack.enter_context(watching(_Casts(tracker, found)))
-                self._measured[self.step] = found
+                self._found = found
             self._stack = stack.pop_all()
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         """End the step; one that raised is not counted."""
         assert self._stack is not None
-        stack, self._stack = self._stack, None
+        stack, found, self._stack, self._found = self._stack, self._found, None, None
         stack.close()
-        if kind is not None:
-            self._measured.pop(self.step, None)
-            return
-        if self.step in self._measured:
-            self._measured[self.step].update(_weights(self._model))
-        self.step += 1
+        if kind is None:
+            if found is not None:
+                self._measured[self.step] = _in_one(found | _weights(self._model))
+            self.step += 1
 
     def health(self) -> dict[int, dict[str, dict[str, Health]]]:
         """Return the figures of measured steps: by step, layer, and ``"x"``, ``"w"`` or ``"g"``.
 
         Waits for the GPU.
         """
-        return {step: _by_layer(found) for step, found in self._measured.items()}
+        return {step: _by_layer(*found) for step, found in self._measured.items()}
 
     def _latest(self) -> dict[str, dict[str, Health]]:
-        return _by_layer(self._measured[max(self._measured)]) if self._measured else {}
+        return _by_layer(*self._measured[max(self._measured)]) if self._measured else {}
 
     def to_dict(self) -> dict[str, float]:
         """Return the latest figures by names such as ``"fp8/layers.0.up/x/sqnr"``.
@@ -190,30 +198,24 @@ def monitor(model: nn.Module, every: int = 100) -> Monitor:
     return Monitor(model, every)
 
 
-class _OpByOp(TorchFunctionMode):
-    """Make fused modules run the modules that they are made of."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
 class _Casts:
     """Measure every cast of an activation or a gradient that this thread computes."""
 
-    def __init__(self, tracker: ModuleTracker, found: dict[tuple[str, str], Tensor]) -> None:
+    def __init__(self, tracker: ModuleTracker, found: Figures) -> None:
         self._tracker, self._found = tracker, found
         self._latest: tuple[Any, ...] = None, None, None
+        self._gradient: Any = lambda: None  # of logits, which a loss writes in the forward
 
     def __call__(self, op: Any, args: tuple[Any, ...]) -> None:
         """Measure what an op is about to cast, if it is one of the casts."""
         place = self._tracker.place()
+        if op is gradient_of_logits:
+            self._gradient = weakref.ref(args[0])
         if op not in _CASTS or place.recomputed:
             return
         format = next(x for x in args if isinstance(x, BlockFormat))
         if format.rows == 1:  # weights have square blocks
-            key = place.module, "g" if place.in_backward else "x"
+            key = place.module, "g" if place.in_backward or self._gradient() is args[0] else "x"
             made = self._measured(args[0], format)
             self._found[key] = _joined(self._found[key], made) if key in self._found else made
 
@@ -226,7 +228,7 @@ class _Casts:
         return made
 
 
-def _weights(model: nn.Module) -> dict[tuple[str, str], Tensor]:
+def _weights(model: nn.Module) -> Figures:
     tracker, found = ModuleTracker(model), {}
     for module in model.modules():
         for key in fp8_weights(module):
@@ -251,7 +253,7 @@ def _figures(x: Tensor, format: BlockFormat) -> Tensor:
     saturated = (made.abs() == torch.finfo(format.dtype).max).sum()
     nonfinite = sample.numel() - sample.isfinite().sum()
     amax = reference.shard_amax(values, format, 0, 0)
-    sums = [part.square().sum(dtype=torch.float64) for part in (values, errors)]
+    sums = [part.double().square().sum() for part in (values, errors)]
     sums += [nonzero, nonzero - kept, saturated, nonfinite]
     if amax.numel() == 0:
         return torch.stack([*sums, sums[0] + math.inf, sums[0]])
@@ -264,15 +266,21 @@ def _joined(a: Tensor, b: Tensor) -> Tensor:
     )
 
 
-def _by_layer(found: dict[tuple[str, str], Tensor]) -> dict[str, dict[str, Health]]:
+def _in_one(found: Figures) -> tuple[list[tuple[str, str]], Tensor]:
+    """Return all figures of a step in one tensor: small ones would pin the memory around them."""
+    rows = [*found.values()]
+    return [*found], torch.stack([x.to(rows[0].device) for x in rows]) if rows else torch.empty(0)
+
+
+def _by_layer(keys: list[tuple[str, str]], figures: Tensor) -> dict[str, dict[str, Health]]:
     layers: dict[str, dict[str, Health]] = {}
-    for (layer, operand), figures in sorted(found.items()):
-        layers.setdefault(layer, {})[operand] = _health(figures)
+    for (layer, operand), row in sorted(zip(keys, figures.tolist(), strict=True)):
+        layers.setdefault(layer, {})[operand] = _health(row)
     return layers
 
 
-def _health(figures: Tensor) -> Health:
-    squares, errors, nonzero, flushed, saturated, nonfinite, smallest, largest = figures.tolist()
+def _health(figures: list[float]) -> Health:
+    squares, errors, nonzero, flushed, saturated, nonfinite, smallest, largest = figures
     sqnr = math.inf if errors == 0 else 10 * math.log10(squares / errors)
     count = max(nonzero, 1)
     return Health(

@@ -39,7 +39,7 @@ def loss_and_gradient_(
     """
     if not len(logits):
         return reference.loss(logits, target, total, ignore_index)
-    made: Tensor = _loss_and_gradient_(logits, target, total, ignore_index)
+    made: Tensor = gradient_of_logits(logits, target, total, ignore_index)
     return made
 
 
@@ -55,4 +55,4 @@ def _backend(like: Tensor, *_: object) -> Backend[torch.device]:
     return first_choice(CROSS_ENTROPY_BACKENDS, like.device, like.device).backend
 
 
-_loss_and_gradient_ = unregistered(reference.loss_and_gradient_, _backend)
+gradient_of_logits = unregistered(reference.loss_and_gradient_, _backend)

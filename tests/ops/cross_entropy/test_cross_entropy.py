@@ -127,7 +127,7 @@ def test_the_kernel_is_deterministic_and_recorded() -> None:
         given = logits.clone()
         assert torch.equal(loss_of(given, target), loss)
         assert torch.equal(given, first)
-    found = ops._loss_and_gradient_.find(given, target, None, -100)
+    found = ops.gradient_of_logits.find(given, target, None, -100)
     assert getattr(found, "player", found) is not None
     rows = torch.empty(700, 5008, dtype=torch.bfloat16, device="cuda").fill_(7)
     rows[:, :5000] = logits
