@@ -108,7 +108,8 @@ def test_baddbmm(shape: tuple[int, ...], beta: float, alpha: float, kind: str) -
     w, _ = both_kinds("E, K, N")[kind]
     x, added = randn(E, T, K, dtype=torch.float32), randn(*shape, seed=4, dtype=torch.float32)
     added.requires_grad_()
-    stack = w.float() if kind == "weight" else as_fp32(w)
+    of_values = BlockwiseFP8Tensor.from_values
+    stack = w.float() if kind == "weight" else of_values(w.dequantize(torch.float32), SQUARE)
     product = torch.bmm(x, stack)
     with Trace() as trace:
         y = torch.baddbmm(added, x, stack, beta=beta, alpha=alpha)
@@ -117,10 +118,6 @@ def test_baddbmm(shape: tuple[int, ...], beta: float, alpha: float, kind: str) -
     torch.testing.assert_close(added.grad, torch.full_like(added, beta * E * T * N / added.numel()))
     as_bias = shape == (E, 1, N) and beta == alpha == 1
     assert trace.count("aten.add") == (not as_bias)
-
-
-def as_fp32(w: Tensor) -> Tensor:
-    return BlockwiseFP8Tensor.from_values(w.dequantize(torch.float32), SQUARE)
 
 
 def test_a_bias_of_experts() -> None:

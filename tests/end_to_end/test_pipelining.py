@@ -109,12 +109,9 @@ def batch(tokens: int) -> Tensor:
 
 
 def results(model: nn.Module, losses: list[Tensor]) -> Results:
-    found = {name: _whole(p.grad) for name, p in model.named_parameters()}
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    found = {k: g.full_tensor() if isinstance(g, DTensor) else g for k, g in grads.items()}
     return [loss.detach() for loss in losses], found
-
-
-def _whole(grad: Tensor | None) -> Tensor | None:
-    return grad.full_tensor() if isinstance(grad, DTensor) else grad
 
 
 @functools.cache

@@ -29,10 +29,6 @@ def fp32(policy: Any = "backward") -> Any:
     return linear(N, K, dtype=torch.float32, recipe=Recipe(cache_weight=policy))
 
 
-def sgd(module: nn.Module, lr: float = 0.1) -> torch.optim.Optimizer:
-    return torch.optim.SGD(module.parameters(), lr=lr)
-
-
 def leaf() -> Tensor:
     return X.clone().requires_grad_()
 
@@ -212,7 +208,7 @@ def test_any_order_of_forwards_backwards_evaluations_and_steps_is_right(
     seed: int, policy: Any
 ) -> None:
     choice, uses, module = random.Random(seed), 0, fp32(policy)
-    optimizer = sgd(module)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     for _ in range(6):
         values = plain(module.weight).requires_grad_()
         waiting: list[tuple[Tensor, Tensor]] = []

@@ -121,11 +121,6 @@ def run(ptx: str, words: list[Any], dtype: torch.dtype) -> Any:
     return registers["$0"]
 
 
-def as_words(x: Tensor) -> Any:
-    """The 32-bit words of a tensor."""
-    return x.contiguous().view(-1).view(torch.int32).numpy().view(U32)
-
-
 ROLES = ("gated", "gated beside", "gated gradient")
 
 
@@ -147,7 +142,8 @@ def test_ptx(activation: str, role: str, dtype: torch.dtype, rng: Generator) -> 
     ptx, constraints = word_ptx(activation, role, NAMES[dtype])
     sources = [x, d, u][: constraints.count(",")]
     with np.errstate(all="ignore"):
-        got = run(ptx, [as_words(s) for s in sources], dtype)
+        words = [s.contiguous().view(-1).view(torch.int32).numpy().view(U32) for s in sources]
+        got = run(ptx, words, dtype)
     made = torch.from_numpy(got.view(np.int32).copy()).view(dtype).view_as(x)
     want = expected(activation, role, x, d, u)
     # fp32: an error of a few last bits of 1 + tanh, times x and the gradient

@@ -45,16 +45,11 @@ def converted(
     return model
 
 
-def on_dim(dim: int) -> Callable[[Tensor], Shard]:
-    """A ``shard_placement_fn``: stacks along ``dim``, the rest along rows."""
-    return lambda p: Shard(dim if p.ndim == 3 else 0)
-
-
 def shard(
     model: nn.Module, mesh: DeviceMesh, dim: int = 0, own: DeviceMesh | None = None, **options: Any
 ) -> nn.Module:
     """Shard the experts over the mesh ``own``, which is ``mesh`` by default, then the rest."""
-    place = on_dim(dim)
+    place = lambda p: Shard(dim if p.ndim == 3 else 0)  # noqa: E731
     fully_shard(model.experts, mesh=own or mesh, shard_placement_fn=place, **options)
     fully_shard(model, mesh=mesh, shard_placement_fn=place)
     return model
