@@ -37,12 +37,9 @@ def test_every_choice_is_a_value(
         assert recipe != dataclasses.replace(recipe, **{name: value})
 
 
-def test_named_recipes() -> None:
+def test_named_recipes_are_frozen() -> None:
     assert Recipe.deepseek() == Recipe(wgrad_input="1x128")
     assert Recipe.accurate() == Recipe(wgrad_input="high_precision")
-
-
-def test_a_recipe_is_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         Recipe().scale = "power_of_two"
 

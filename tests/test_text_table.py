@@ -42,15 +42,12 @@ experts.3.blocks.2.up  192x64""",
     assert collapse([("", "64x64")]) == [("(model)", "64x64")]
 
 
-def test_only_numbers_that_differ_become_a_star() -> None:
+def test_numbers_that_differ_become_a_star_and_a_column_is_summed() -> None:
     rows = [("h.0.fc1", "a"), ("h.1.fc1", "a"), ("h.0.fc2", "b"), ("h.1.fc2", "b"), ("h.3.x2", "b")]
     assert collapse(rows) == [("h.*.fc1 (2)", "a"), ("h.*.fc2 (2)", "b"), ("h.3.x2", "b")]
-
-
-def test_a_column_is_summed_over_joined_rows() -> None:
-    rows = [("h.0.up", "a", 1, "x"), ("h.1.up", "a", 2, "x"), ("h.2.up", "a", 4, "y")]
-    assert collapse(rows, add=2) == [("h.*.up (2)", "a", 3, "x"), ("h.2.up", "a", 4, "y")]
-    assert len(collapse(rows)) == 3
+    summed = [("h.0.up", "a", 1, "x"), ("h.1.up", "a", 2, "x"), ("h.2.up", "a", 4, "y")]
+    assert collapse(summed, add=2) == [("h.*.up (2)", "a", 3, "x"), ("h.2.up", "a", 4, "y")]
+    assert len(collapse(summed)) == 3
 
 
 def test_rows_that_differ_in_names_only_are_joined() -> None:

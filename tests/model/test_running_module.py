@@ -58,16 +58,13 @@ class Names(nn.Module):
         return F.linear(x, self.own) + F.linear(x, self.named["key"].weight)
 
 
-def test_names() -> None:
+def test_names_without_those_of_wrappers() -> None:
     model = Names()
     convert(model, skip_small=False)
     linears = {"listed.0": 3, "listed.1.0": 3, "shared": 6, "named.key": 3}
     assert names(model) == {**linears, "(model)": 6}
-
-
-def test_wrappers_have_no_name() -> None:
-    model = nn.Sequential(checkpoint_wrapper(nn.Sequential(linear())), linear())
-    assert names(model) == {"0.0": 4 - 1, "1": 3}
+    wrapped = nn.Sequential(checkpoint_wrapper(nn.Sequential(linear())), linear())
+    assert names(wrapped) == {"0.0": 4 - 1, "1": 3}
     assert names(nn.Sequential(linear(), checkpoint_wrapper(linear()))) == {"0": 3, "1": 3}
 
 
@@ -94,13 +91,10 @@ def test_exceptions_that_a_model_catches() -> None:
     assert names(Calls(tries)) == {"b": 3, "(model)": 4}
 
 
-def test_hooks_of_a_module_belong_to_it() -> None:
+def test_hooks_of_a_module_and_modules_made_in_its_forward_belong_to_it() -> None:
     model = nn.Sequential(linear())
     model[0].register_forward_pre_hook(lambda m, args: args[0] @ torch.ones(32, 32))
     assert names(model) == {"0": 5}
-
-
-def test_modules_made_in_a_forward_belong_to_who_called_them() -> None:
     inner = nn.Sequential()
     inner.register_forward_hook(lambda m, args, y: linear()(y))
     assert names(Calls(lambda m, x: m.inner(x), inner=inner)) == {"inner": 3}

@@ -160,12 +160,9 @@ def test_backward_begins_at_the_loss(wrap: Callable[[Tensor, Tensor], Any]) -> N
     assert torch.equal(seen[0], torch.full((6, 48), 3.0))
 
 
-def test_all_outputs_are_summed_where_there_is_no_loss() -> None:
+def test_outputs_without_a_loss_and_keywords_of_the_model() -> None:
     model = Calls(lambda m, x: {"a": m.lin(x), "b": (m.lin(2 * x), TOKENS), "c": None})
     assert [e.kind for e in audit(model, X).entries] == ["fprop"] * 2 + ["wgrad"] * 2
-
-
-def test_every_keyword_is_the_models() -> None:
     given: dict[str, Any] = {}
     model = Calls(lambda m, x, **kwargs: given.update(kwargs) or m.lin(x))
     audit(model, x=X, loss=1, backward=2, step=3, args=4)

@@ -127,14 +127,11 @@ def test_layers_alike_are_one_line() -> None:
     assert explained.backends == ("reference",)  # as for its device
 
 
-def test_only_linears_have_products() -> None:
+def test_only_fp8_linears_have_products() -> None:
     model = Model(tied=True).apply(to_blockwise_fp8_weights)
     assert isinstance(model.embed.weight, BlockwiseFP8Weight)
     assert "embed" not in {p.layer for p in explain(model).products}
     assert "(model)" in str(explain(linear(70, 130)))
-
-
-def test_a_model_without_fp8_layers() -> None:
     explained = explain(Model())
     wanted = "no FP8 layers: convert the model first with blocktensor.convert(model)"
     assert str(explained) == wanted

@@ -253,14 +253,10 @@ def test_every_gradient_under_tensor_parallel(
             assert (found[name] - want).norm() < 0.06 * want.norm(), name
 
 
-def test_inputs_and_gradients_are_gathered_in_fp8(on_two: list[dict[str, Any]]) -> None:
+def test_gathers_are_in_fp8_and_compiled_blocks_keep_the_bits(on_two: list[dict[str, Any]]) -> None:
     for rank in on_two:
         # of 2 layers: inputs of 2 modules, twice; gradients of 2 linears, both forms; scales, too
         assert rank["tp, gathers"] == {torch.uint8: 2 * 16, torch.bfloat16: 2}
-
-
-def test_compiled_blocks_keep_the_bits(on_two: list[dict[str, Any]]) -> None:
-    for rank in on_two:
         assert rank["tp, compiled"] == rank["tp"][:2]
 
 
