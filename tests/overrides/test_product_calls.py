@@ -38,7 +38,7 @@ def test_products_into_a_given_tensor(name: str, frozen: bool) -> None:
     if frozen and "bmm" in name:
         return  # a frozen matrix is no stack
     w, x, run = linear(256, 384, frozen=frozen).weight, randn(5, 384), INTO[name]
-    with torch.no_grad():
+    with torch.set_grad_enabled(frozen):  # then nothing requires a gradient
         wanted = plain(run(x, w))
         for out in (torch.full_like(wanted, 7), wanted.new_empty(0)):
             address = out.data_ptr()
@@ -152,6 +152,9 @@ def test_stacks_are_added_in_place() -> None:
     with torch.no_grad():
         wanted = torch.baddbmm(acc, x, stack.mT)
         assert torch.equal(acc.baddbmm_(x, stack.mT), wanted)
+        row = acc[:, :1]
+        on_the_left = torch.baddbmm(row.mT[:, :1, :1].expand(2, 1, 5), stack, x.mT)
+        assert torch.equal(on_the_left, torch.bmm(stack, x.mT) + row[..., :1])
         stack.baddbmm_(randn(2, 256, 4), randn(2, 4, 384))  # as adapters are merged
     assert type(stack) is BlockwiseFP8Weight
 
@@ -167,3 +170,5 @@ def test_a_product_in_fp32_is_not_rounded(frozen: bool) -> None:
     assert not torch.equal(acc, torch.ones(5, 256).add(x @ w.t()))
     with pytest.raises(TypeError, match=r"output dtype torch\.float64: expected"):
         torch.mm(x, w.t(), out_dtype=torch.float64)
+    with pytest.raises(TypeError, match=r"has dtype torch\.int32"):
+        torch.mm(x.int(), w.t(), out_dtype=torch.float32)

@@ -83,9 +83,11 @@ def test_x_w_reads_the_columnwise_weight(lead: tuple[int, ...], kind: str) -> No
 def test_products_of_two_fp8_operands(kind: str) -> None:
     x, values = randn(5, 384), randn(256, 384, seed=1)
     fp8, w = quantize(x), both_kinds(values)[kind]
+    wanted, *_ = composed(x, values, randn(5, 256))
     products = [SPELLINGS[name](fp8, w) for name in ("F.linear", "mm", "@", "functional.linear")]
     sums = torch.addmm(x.new_zeros(256), fp8, w.t()), torch.addmm(x.new_zeros(5), w, fp8.t()).t()
-    wanted, *_ = composed(x, values, randn(5, 256))
+    with torch.no_grad():  # not a weight by itself
+        products += [fp8 @ w.t(), torch.mm(fp8, w.t())]
     assert all(torch.equal(y, wanted) for y in (*products, *sums, torch.mm(w, fp8.t()).t()))
 
 
@@ -148,6 +150,11 @@ PRODUCTS: dict[str, Callable[[Tensor], Any]] = {
     "multi_dot": lambda w: torch.linalg.multi_dot([P, w]),
     "addbmm_": lambda w: P.detach().clone().addbmm_(P.detach()[None], stack(w)),
     "@ stack": lambda w: w @ stack(w),
+    "tokens @ a vector": lambda w: quantize(P) @ V,
+    "tokens @ a batch": lambda w: quantize(P) @ V[None, :, None],
+    "@ a scalar": lambda w: w @ V[0],
+    "bmm of a matrix": lambda w: torch.bmm(P, stack(w)),
+    "bmm by a matrix": lambda w: torch.bmm(stack(w), P.t()),
     "sparse.mm": lambda w: torch.sparse.mm(P, w),
     "bilinear": lambda w: F.bilinear(P, P, stack(w)),
     "conv1d": lambda w: F.conv1d(P[:, :, None], stack(w).mT),
@@ -260,3 +267,5 @@ def test_a_cast_of_tokens_is_no_stack_that_distribute_tensor_takes() -> None:
     said = r"^distribute_tensor of FP8 activations \[2, 128, 192\]: "
     with pytest.raises(NotImplementedError, match=said):
         distribute_tensor(tokens, mesh, [Shard(0)], src_data_rank=None)
+    with pytest.raises(NotImplementedError, match=r"c10d\.broadcast_"):
+        torch.distributed.broadcast(tokens, 0)

@@ -205,6 +205,7 @@ def test_copies_of_a_copy_have_values_of_their_own() -> None:
     torch.save(late, file)
     file.seek(0)
     wide, loaded = late.float(), torch.load(file, weights_only=True)
+    assert torch.equal(loaded, values)
     for made in (copy.deepcopy(late), late.clone(), loaded, nn.Parameter(w.bfloat16())):
         assert isinstance(made, BlockwiseFP8Weight)
         with torch.no_grad():

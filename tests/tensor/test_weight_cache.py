@@ -77,6 +77,8 @@ def test_graphs_of_a_weight_and_of_its_transpose_share_the_form_of_the_latest() 
         return F.linear(inputs[i], weight.t() if i else weight).sum()
 
     wanted = [torch.autograd.grad(run(i), inputs[i])[0] for i in (0, 1)]
+    for ours, theirs in zip(weight.t().columnwise()[:2], weight.rowwise()[:2], strict=True):
+        assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
     for first in (0, 1):
         outputs = {i: run(i) for i in (first, 1 - first)}
         for i in (0, 1):

@@ -22,8 +22,10 @@ def test_below_autograd_products_are_fp8_too() -> None:
             assert torch.equal(aten.mm(x, w.t()), bare)
             assert torch.equal(aten.addmm(bias, x, w.t()), wanted)
             assert torch.equal(aten.mm(w, x.t()).t(), bare)
-            scaled = aten.addmm(bias, x, w.t(), alpha=2, beta=3)
-            torch.testing.assert_close(scaled, 2 * bare + 3 * bias, rtol=0.02, atol=0.05)
+            for term, beta, alpha in ((bias, 3, 2), (bias, 1, 2), (randn(5, 256), 1, 1)):
+                scaled = aten.addmm(term, x, w.t(), alpha=alpha, beta=beta)
+                exact = alpha * bare + beta * term
+                torch.testing.assert_close(scaled, exact, rtol=0.02, atol=0.05)
 
 
 def test_operands_that_do_not_fit_are_refused() -> None:
@@ -38,6 +40,13 @@ def test_operands_that_do_not_fit_are_refused() -> None:
             torch.ops.aten.mm(a, b)
     with pytest.raises(ValueError, match=r"the bias has shape \[5\]: expected \[256\]"):
         torch.ops.aten.addmm(randn(5), x, w.t())
+    with torch.inference_mode():  # where composite ops arrive whole
+        for op, *operands in (
+            ("matmul", randn(3, 5, 384), quantized(3, 384, 256, block=SQUARE)),
+            ("linear", x, w, w),
+        ):
+            with pytest.raises(NotImplementedError, match=rf"aten\.{op}\.default .*"):
+                getattr(torch.ops.aten, op)(*operands)
 
 
 W, B, A = randn(256, 384, seed=1), randn(256, 4, seed=2), randn(4, 384, seed=3)
@@ -111,6 +120,9 @@ def test_what_is_added_to_is_not_written_where_it_is_frozen() -> None:
         for add in (lambda: w.addmm_(B, A), lambda: w.add_(B @ A)):
             with pytest.raises(NotImplementedError, match=r"blocktensor\.unfreeze"):
                 add()
+        with pytest.raises(NotImplementedError, match="no FP8 path for BlockwiseFP8Weight"):
+            torch.ops.aten.addmm_(master, B, both_kinds(A)["weight"])
         assert torch.equal(plain(master.addmm_(B, A)), torch.addmm(W, B, A))
-    with pytest.raises(NotImplementedError, match=r"\.dequantize\(\)"):
-        w + randn(2, 256, 384)  # no weight of its shape
+    for other in (randn(2, 256, 384), w, W.double()):  # no weight of its shape, dtype, or plain
+        with pytest.raises(NotImplementedError, match=r"\.dequantize\(\)"):
+            w + other

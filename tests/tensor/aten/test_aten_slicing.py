@@ -17,7 +17,7 @@ from tests.support.groups import ends
 from tests.support.models import ROW, SQUARE, assert_same, inner, quantized, randn
 
 FORMS = {"both": (True, True), "rowwise": (True, False), "columnwise": (False, True)}
-BOTH, ROWWISE, _ = FORMS.values()
+BOTH, ROWWISE, COLUMNWISE = FORMS.values()
 every_form = pytest.mark.parametrize("forms", FORMS.values(), ids=FORMS)
 every_block = pytest.mark.parametrize("block", [ROW, SQUARE], ids=str)
 
@@ -183,6 +183,17 @@ def test_stacks_and_leading_dimensions() -> None:
     assert torch.equal(rowwise[3].dequantize(), rowwise.dequantize()[3])
     with pytest.raises(ValueError, match="nearest boundaries are 0 and 2"):
         x[1:]
+    for refused, error, message in (
+        (lambda: x[:, 1:], NotImplementedError, "a slice along dimension 1 of a BlockwiseFP8Tens"),
+        (
+            lambda: stack.select(1, 0),
+            NotImplementedError,
+            r"select\(1, 0\) of a BlockwiseFP8Tensor",
+        ),
+        (lambda: stack.select(0, 3), IndexError, "index 3 of a dimension of 3"),
+    ):
+        with pytest.raises(error, match=message):
+            refused()
 
 
 def test_rows_of_every_matrix_of_a_stack_multiply() -> None:
@@ -229,6 +240,8 @@ def test_cat_undoes_split(block: tuple[int, int], forms: tuple[bool, bool]) -> N
         (lambda x: x.split([128, 128]), (ValueError, RuntimeError), "300"),
         (lambda x: x[::2], NotImplementedError, "step 2"),
         (lambda x: x[3], NotImplementedError, r"select\(0, 3\)"),
+        (lambda x: x.split(0), ValueError, "split into parts of 0: expected at least 1"),
+        (lambda x: x.split(128, 2), IndexError, "split: dimension 2 of a tensor with 2"),
         (lambda x: torch.cat([x, x]), ValueError, "ends inside a block of 128"),
         (lambda x: torch.cat([x[:128], x[:128, :128]]), ValueError, "cat along 0 of shapes"),
         (lambda x: torch.cat([x, x.dequantize()]), TypeError, "a torch.bfloat16 tensor: expected"),
@@ -260,6 +273,8 @@ def test_only_parts_of_one_kind_are_joined() -> None:
 def test_rows_are_joined_at_any_row_where_they_hold_no_columnwise_form() -> None:
     rowwise, both = (made(100, 320, block=ROW, forms=forms) for forms in (ROWWISE, BOTH))
     assert torch.cat([rowwise, rowwise]).shape == (200, 320)
+    with pytest.raises(ValueError, match="hold no form in common"):
+        torch.cat([rowwise[:0], made(100, 320, block=ROW, forms=COLUMNWISE)])
     for part, dim in ((both, 0), (both, 1), (rowwise, 1)):
         with pytest.raises(ValueError, match="ends inside a block of 128"):
             torch.cat([part, part], dim)

@@ -71,12 +71,16 @@ def test_views_of_leading_dimensions(shape: tuple[int, ...]) -> None:
         assert_same(y, BlockwiseFP8Tensor.from_values(randn(6, 200).view(shape)))
         assert pointers(y) == pointers(x)
     assert_same(x.view(shape).flatten(0, -2), x)
+    for bad in ((5, 7), (-1, 0)):
+        with pytest.raises(ValueError, match="is invalid for a tensor of 1200 elements"):
+            x.view(bad)
 
 
 @every_block
 def test_detach_and_alias_share_bytes(block: tuple[int, int]) -> None:
     x = quantized(200, 300, block=block).requires_grad_()
-    for y in (x.detach(), x.data, torch.ops.aten.alias(x), x.contiguous(), nn.Parameter(x)):
+    alias = torch.ops.aten.alias(x)
+    for y in (x.detach(), x.data, alias, x.contiguous(), nn.Parameter(x), x.transpose(1, -1)):
         assert_same(y.detach(), x.detach())
         assert pointers(y) == pointers(x)
     assert not x.detach().requires_grad
@@ -92,7 +96,10 @@ def test_detach_and_alias_share_bytes(block: tuple[int, int]) -> None:
         *(lambda x: x.t().view(256, 2, 2), lambda x: x.t().view(2, 128, 4)),
         lambda x: BlockwiseFP8Tensor.from_values(x.dequantize(), SQUARE).view(2, 2, 256),
         *(lambda x: x.view(2, 2, 256).transpose(0, 1), lambda x: x.view(2, 2, 256).mT),
-        lambda x: x.view(2, 2, 256).permute(2, 0, 1),
+        *(
+            lambda x: x.view(2, 2, 256).permute(2, 0, 1),
+            lambda x: x.as_strided((4, 256), (256, 1), 1),
+        ),
     ],
 )
 def test_reshapes_that_move_blocks_are_refused(run: Callable[[Tensor], Any]) -> None:
@@ -193,8 +200,11 @@ def test_copy_of_another_kind_is_refused() -> None:
         assert torch.equal(target.dequantize(), before)
 
 
-def test_to_another_dtype_changes_the_label_only(device: torch.device) -> None:
-    x = quantized(5, 200, device=device)
+@every_block
+def test_to_another_dtype_changes_the_label_only(
+    block: tuple[int, int], device: torch.device
+) -> None:
+    x = quantized(5, 200, block=block, device=device)
     for y, dtype in ((x.half(), torch.float16), (x.to(torch.float32), torch.float32)):
         assert y.dtype == dtype
         assert torch.equal(y.dequantize(), x.dequantize(dtype))

@@ -33,6 +33,7 @@ PARTS: dict[str, Callable[[Tensor], Tensor]] = {
 OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
     "a row": lambda w: w[3],
     "flat": lambda w: w.view(-1),
+    "flattened": lambda w: torch.flatten(w),
     "diagonal": lambda w: w.diagonal(),
     "four dimensions": lambda w: w.view(2, 2, 64, 256),
     "of a flat view": lambda w: w.view(-1).view(256, 256),
@@ -141,11 +142,15 @@ def test_what_autograd_computes_of_a_weight_is_a_weight(compute: Callable[..., T
 
 def test_what_is_computed_without_gradients_or_in_another_shape_is_plain() -> None:
     w, other = (linear(256, 256, dtype=torch.float32, recipe=recipe).weight for recipe in RECIPES)
-    ids, zeros = torch.arange(256), torch.zeros_like
+    ids, zeros, double = torch.arange(256), torch.zeros_like, linear(64, 64).double().weight
     made = [
         *(w.sum(0), w.square().mean(), w > 0, w.detach() * 2, torch.cat([w, torch.ones(1, 256)])),
         *(zeros(w), zeros(w.detach()), w.new_zeros(w.shape), w.new_ones(w.shape)),
-        *(F.embedding(ids, w), w[ids], w[ids > -1]),
+        *(F.embedding(ids, w), w[ids], w[ids > -1], torch.cat([double, double])),
+        *(
+            torch.stack([w[None], w[None]]),
+            *torch.histogram(plain(w).requires_grad_(), 4, weight=w),
+        ),
     ]
     with torch.no_grad():
         made += [w * 2, w.detach().add(1), torch.cat([w, other]), torch.stack([w[0], w[1]])]
@@ -195,7 +200,8 @@ def test_copies_and_casts_of_a_weight_are_weights() -> None:
     [
         *(lambda w: w.t_(), lambda w: w.transpose_(0, 1), lambda w: w.unsqueeze_(0)),
         *(lambda w: w.squeeze_(), lambda w: w.as_strided_((2, 3), (1, 2))),
-        lambda w: w.set_(torch.ones(3, 4, dtype=w.dtype)),
+        *(lambda w: w.set_(torch.ones(3, 4, dtype=w.dtype)), lambda w: w.set_()),
+        lambda w: w.set_(torch.ones(128, 192, dtype=w.dtype).untyped_storage()),
     ],
 )
 def test_a_new_layout_in_place_is_refused(change: Callable[[Tensor], Tensor]) -> None:
@@ -341,6 +347,20 @@ groups (torch.nn.functional.grouped_mm; in transformers
 experts_implementation='grouped_mm'), or one matrix at a time (w[i]); to read
 values, index .high_precision()""",
     )
+
+
+def test_parts_of_a_stack_along_other_dimensions_and_none_beyond_it() -> None:
+    w, matrix = stack(3, 200, 130), linear(4, 5, frozen=True).weight
+    for part in (lambda w: w[:, 5], lambda w: w.select(2, -1), lambda w: w.unbind(1)[5]):
+        assert torch.equal(part(w), part(plain(w)))
+    for index in (3, -4):
+        with pytest.raises(IndexError, match=f"index {index} of a stack of 3 matrices"):
+            w.select(0, index)
+    for x, ids in ((matrix, IDS), (randn(3, 4, 5), matrix)):
+        with pytest.raises(
+            NotImplementedError, match=r"aten\.index\.Tensor is not implemented for"
+        ):
+            x[ids]
 
 
 def test_single_values_of_a_stack_can_be_picked() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -90,6 +91,7 @@ def test_what_a_bucket_is_cut_into() -> None:
     bucket: Any = torch.cat([plain, x.view(-1), stack.view(-1), x.t().reshape(-1)])
     assert (bucket.shape, bucket.dtype) == ((7 + 2 * x.numel() + stack.numel(),), torch.bfloat16)
     assert torch.equal(bucket[:7], plain)
+    assert bucket[:at].shape == (at,)
     assert_same(bucket[7:at].view(200, 130).dequantize(), x.dequantize())
     middle = bucket.narrow(0, at, stack.numel())
     assert_same(middle.view(-1).view_as(stack).dequantize(), stack.dequantize())
@@ -100,7 +102,7 @@ def test_what_a_bucket_does_not_do() -> None:
     x = quantized(128, 256, block=SQUARE)
     for run in (
         lambda: x.view(-1) + 1,
-        lambda: x.view(-1)[1:],
+        *(lambda: x.view(-1)[1:], lambda: x.view(-1)[:5], lambda: x.view(-1)[::2]),
         lambda: x.view(-1).view(256, 128),
         lambda: x.flatten().sum(),
         lambda: torch.cat([x.view(-1), x.view(-1)]).view(256, 256),
@@ -113,6 +115,8 @@ def test_a_stack_is_padded_with_matrices_alone() -> None:
     longer = F.pad(stack, (0, 0, 0, 0, 0, 1))
     assert longer.shape == (3, 130, 40)
     assert_same(longer.dequantize(), F.pad(stack.dequantize(), (0, 0, 0, 0, 0, 1)))
-    for pad in ((0, 1, 0, 0, 0, 1), (0, 0, 1, 0, 0, 1), (0, 0, 0, 0, 1, 0)):
-        text = complaint(NotImplementedError, lambda pad=pad: F.pad(stack, pad))
+    pads = (0, 1, 0, 0, 0, 1), (0, 0, 1, 0, 0, 1), (0, 0, 0, 0, 1, 0), (0, 1)
+    calls = [*((stack, pad, 0.0) for pad in pads), (stack, (0, 0, 0, 0, 0, 1), 1.0)]
+    for call in (*calls, (quantized(2, 130, 40), (0, 0, 0, 0, 0, 1), 0.0)):
+        text = complaint(NotImplementedError, functools.partial(F.pad, *call[:2], value=call[2]))
         assert "constant_pad_nd" in text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +24,7 @@ from blocktensor import (
     to_blockwise_fp8_weights,
     unfreeze,
 )
-from blocktensor.tensor.compat.swap_in import swap_in
+from blocktensor.tensor.compat.swap_in import swap_in, take_content
 from tests.support.models import (
     DIM,
     FP32_SCALES,
@@ -273,8 +274,10 @@ def test_pickles_keep_attributes() -> None:
     module.weight.tag = "mine"
     torch.save(module, file)
     file.seek(0)
-    for twin in (torch.load(file, weights_only=False), copy.deepcopy(module)):
+    on_meta = pickle.loads(pickle.dumps(module.to("meta")))  # torch reduces it in another way
+    for twin in (torch.load(file, weights_only=False), copy.deepcopy(module), on_meta):
         assert twin.weight.tag == "mine"
+        assert isinstance(twin.weight, BlockwiseFP8Weight)
 
 
 @pytest.mark.parametrize("recipe", [FP32_SCALES, POWER_OF_TWO], ids=lambda r: r.scale)
@@ -302,6 +305,8 @@ def test_new_data_without_high_precision_values_is_refused() -> None:
     ):
         with pytest.raises(TypeError, match=rf"new \.data of an FP8 weight {message}"):
             module.weight.data = new
+    with pytest.raises(NotImplementedError, match=r"cannot set \.data of .* shape \[3, 4\]"):
+        module.weight.data = randn(3, 4)
     for new in (frozen.weight, module.weight):
         with pytest.raises(TypeError, match="master of a BlockwiseFP8Weight must be plain"):
             BlockwiseFP8Weight(new)
@@ -383,6 +388,7 @@ def test_a_swap_is_refused_as_in_plain_pytorch() -> None:
     for module in (linear(DIM, DIM), nn.Linear(DIM, DIM).bfloat16()):
         waiting = module(randn(3, DIM, grad=True)).sum()  # a graph holds the weight
         other = nn.Parameter(torch.ones(DIM, DIM, dtype=torch.bfloat16))
+        assert not take_content(module.weight, other)
         with pytest.raises(RuntimeError, match="use_count"):
             torch.utils.swap_tensors(module.weight, other)
         waiting.backward()
