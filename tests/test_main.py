@@ -140,6 +140,10 @@ def test_a_wrong_product_fails_and_nan_does(
     assert command.main([]) == 1
     assert "self-check on cpu: FAILED, errors" in capsys.readouterr().out
     assert not command._holds({"fprop": (float("nan"), 0.04)})
+    found = [{"holds": holds, "errors": {"fprop": (0.0, 0.0)}} for holds in (False, True)]
+    monkeypatch.setattr(command, "_devices", lambda: [torch.device("cpu")] * 2)
+    monkeypatch.setattr(command, "checked", lambda device: found.pop(0))
+    assert command.main([]) == 1  # of one device of two
 
 
 def test_the_command_reports_errors_and_goes_on() -> None:

@@ -285,12 +285,16 @@ def test_gradients_are_those_of_a_whole_backward(use: str, recipe: Recipe) -> No
 
 
 @needs_halves
-def test_a_gradient_that_changes_between_the_halves_is_read_again() -> None:
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_gradient_that_changes_between_the_halves_is_read_again(in_place: bool) -> None:
     run, (x, *weights), _ = samples()["gated_mlp"]
     y, grad = run(x, *weights), randn(70, 192, seed=5)
     wanted = torch.autograd.grad(y, weights, 2 * grad, retain_graph=True)
     _, groups = stage.stage_backward_input([y], [grad], [x], iter(weights))
-    grad.mul_(2)
+    if in_place:
+        grad.mul_(2)
+    else:
+        groups = [{**group, "grads": [(2 * grad,)]} for group in groups]
     stage.stage_backward_weight(iter(weights), groups)
     assert_all_equal([w.grad for w in weights], [*wanted])
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from blocktensor import BlockwiseFP8Weight, functional
+from blocktensor.autograd.quantize import normed
 from tests.support.gated import assert_bits, results
 from tests.support.groups import ends
 from tests.support.models import plain, randn
@@ -39,8 +40,12 @@ def one_by_one(x: Tensor, w: Tensor, bias: Tensor) -> Tensor:
     return torch.cat([*rows, rows[0].new_zeros(T - begins[-1], N)])
 
 
-def gated(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    return F.linear(swiglu(F.linear(x, gate), F.linear(x, up)), down)
+def gated(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, bias: Tensor | None = None) -> Tensor:
+    return F.linear(swiglu(F.linear(x, gate), F.linear(x, up)), down, bias)
+
+
+def gated_with_bias(x: Tensor, *ws: Tensor) -> Tensor:
+    return functional.gated_mlp(x, *ws[:3], bias_down=ws[3])
 
 
 def joint(x: Tensor, both: Tensor, down: Tensor) -> Tensor:
@@ -87,6 +92,7 @@ KINDS: dict[str, tuple[Run, Run, tuple[Any, ...]]] = {
     ),
     "grouped linear with bias": (grouped, one_by_one, ((E, N, K), [E, N])),
     "gated MLP": (functional.gated_mlp, gated, MATRICES),
+    "gated MLP with bias": (gated_with_bias, gated, (*MATRICES, [N])),
     "gated MLP, recompute": (partial(functional.gated_mlp, recompute=True), gated, MATRICES),
     "joint MLP": (joint_mlp, joint, BOTH),
     "experts": (gated_experts, experts, STACKS),
@@ -253,6 +259,9 @@ def test_where_no_gradient_arrives_none_leaves(kind: str, run: Run) -> None:
     Ends.apply(run(x, *operands)).sum().backward()
     assert [t.grad for t in (x, *operands)] == [None] * (1 + len(operands))
     assert all(cache.nbytes() == 0 for cache in caches(operands))
+    scale = torch.ones(K, dtype=x.dtype, requires_grad=True)
+    Ends.apply(normed(x, scale, 1e-6, "llama")).sum().backward()
+    assert x.grad is scale.grad is None
 
 
 @every_matmul

@@ -293,6 +293,9 @@ def test_no_experts_of_other_rows() -> None:
     assert all(leaf.grad.shape == leaf.shape for leaf in leaves)
     rows = BlockwiseFP8Tensor.from_values(randn(3, K), columnwise=False)
     assert torch.equal(functional.grouped_linear(rows, no_experts(N, K), ends()), torch.zeros(3, N))
+    x = randn(3, K, grad=True)
+    functional.grouped_linear(quantize(x), leaves[0].detach(), ends()).sum().backward()
+    assert_same(x.grad, torch.zeros_like(x))
     with pytest.raises(ValueError, match=r"K is 384 in one and 192 in the other"):
         functional.grouped_linear(randn(3, 2 * K), no_experts(N, K), ends())
 

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor, init_device_mesh
 
 from blocktensor import Recipe, audit_step, convert, freeze, functional
@@ -115,6 +116,19 @@ def test_the_largest_product_is_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None
     assert products(FP32)[0] == (128, V)
 
 
+def test_an_evaluation_computes_no_gradients() -> None:
+    head, x, write = linear(V, K, bias=True), randn(T, K), "loss_and_gradient_"
+    with torch.no_grad(), mock.patch.object(module_under_test.CrossEntropy, write) as written:
+        chunked(x, head.weight, classes(T), head.bias)
+    assert not written.called
+
+
+def test_a_head_whose_weight_is_a_transpose() -> None:
+    x, weight, target = randn(T, K, grad=True), linear(K, V).weight, classes(T)
+    want = run(F.cross_entropy((x @ weight).float(), target), x)
+    assert all(map(torch.equal, run(chunked(x, weight.t(), target, chunk_size=384), x), want))
+
+
 def test_what_is_saved() -> None:
     saved = saved_by(lambda: chunked(randn(T, K, grad=True), linear(V, K).weight, classes(T)))
     assert [t.shape for t in saved] == [(T, K), (V, K)]  # the gradients
@@ -156,7 +170,7 @@ def test_bad_input() -> None:
         lambda: chunked(x, w, target.int()),
         lambda: chunked(functional.quantize(x), w, target),
         lambda: chunked(x, w, target, reduction="none"),
-        lambda: chunked(x, w, target, chunk_size=100),
+        *(lambda n=n: chunked(x, w, target, chunk_size=n) for n in (100, 0, 128.0)),
         lambda: chunked(x.float(), w, target),
         lambda: chunked(x[:, 1:], w, target),
     ]
@@ -172,6 +186,8 @@ TypeError: the input of linear_cross_entropy is FP8 already: pass it in high pre
 ValueError: reduction='none': expected 'mean' or 'sum'; the losses of single tokens need
   F.cross_entropy(linear(x, w), target, reduction='none')
 ValueError: chunk_size=100: expected a positive multiple of 128 tokens
+ValueError: chunk_size=0: expected a positive multiple of 128 tokens
+ValueError: chunk_size=128.0: expected a positive multiple of 128 tokens
 TypeError: the input is torch.float32 and the weight torch.bfloat16: convert one of them, or run
   under torch.autocast
 ValueError: cannot contract input [300, 199] with weight [520, 200]: K is 199 in one and 200 in
@@ -203,7 +219,9 @@ def test_the_loss_of_torch(frozen: bool, bias: bool) -> None:
 
 
 @pytest.mark.usefixtures("group")
-def test_a_dtensor_is_refused() -> None:
+def test_tensors_without_memory_are_refused() -> None:
+    with FakeTensorMode(), pytest.raises(NotImplementedError, match="tensors in eager mode, or"):
+        chunked(torch.empty(T, K), torch.empty(V, K), torch.empty(T, dtype=torch.int64))
     weight = DTensor.from_local(linear(V, K).weight.detach(), init_device_mesh("cpu", (1,)))
     with pytest.raises(NotImplementedError, match="a DTensor"):
         chunked(randn(T, K), weight, classes(T))
@@ -225,7 +243,9 @@ def test_fp16_under_a_loss_scale(loss_scale: float, chunk: int, reduction: str) 
     (exact * loss_scale).backward()
     leaves = [t.detach().requires_grad_() for t in (x, w, bias)]
     loss = chunked(*leaves[:2], target, leaves[2], chunk_size=chunk, reduction=reduction)
-    assert relative_error(loss, exact) < 1e-3
+    with torch.no_grad():
+        evaluated = chunked(*leaves[:2], target, leaves[2], chunk_size=chunk, reduction=reduction)
+    assert relative_error(loss, exact) < 1e-3 > relative_error(evaluated, exact)
     (loss * loss_scale).backward()
     for got, true in zip(leaves, want, strict=True):
         assert got.grad is not None and true.grad is not None

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, Recipe, functional, quantize
@@ -131,6 +132,10 @@ def test_what_tells_backwards_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any(backward_of(*calls[0]) is each for each in made)
 
 
+class Other(Tensor):
+    pass
+
+
 @records
 def test_other_operands_are_planned_for_one_call() -> None:
     """What a compiler, a mode or a plain weight needs must not serve a call that records."""
@@ -138,7 +143,10 @@ def test_other_operands_are_planned_for_one_call() -> None:
     shared = quantize(X)
     calls = [(x, randn(N, K)) for x in (X, shared)]
     calls += [(X.to("meta"), w.to("meta")) for w in (weight(), frozen)]
+    fake = FakeTensorMode().from_tensor(randn(N, K))
+    calls += [(X, BlockwiseFP8Weight(fake)), (X, randn(N, K).as_subclass(Other))]
     plans = [plan(*call) for call in calls]
+    assert [each.tracing for each in plans] == [False] * 4 + [True] * 2
     with FlopCounterMode(display=False):
         plans += [plan(shared, frozen), plan(X, weight())]
     for known in plans:

@@ -23,6 +23,7 @@ from blocktensor.autograd.shared_cast import SharedCasts, this_thread
 from blocktensor.ops import reference
 from blocktensor.ops.formats import BlockFormat, Quantized
 from tests.support.backends import replace_op
+from tests.support.groups import ends
 from tests.support.linear_ways import storage_is_gone
 from tests.support.models import randn
 from tests.support.siblings import Casts, K, Mlp, Qkv, X, assert_same, casts, converted, results
@@ -230,6 +231,21 @@ def test_inference_tensors_whose_changes_are_not_counted() -> None:
         wanted = model(X)
         share_inputs(model)
         assert torch.equal(model(X), wanted)
+        offs, weight, casts = (
+            ends(len(X)),
+            BlockwiseFP8Weight(randn(1, K, K, dtype=X.dtype)),
+            SharedCasts(),
+        )
+    casts.begin()
+    for each in (offs, ends(len(X)).as_subclass(Wrapped)):
+        with torch.no_grad():
+            functional.grouped_linear(X.clone(), weight, each)
+    casts.end()
+    assert casts.casts == 0
+
+
+class Wrapped(Tensor):
+    pass
 
 
 def test_group_ends_that_change_are_read_again() -> None:
@@ -258,7 +274,10 @@ def test_a_run_that_ends_ends_those_within_it() -> None:
     for run in runs:
         run.begin()
     try:
-        runs[0].end()
-        assert this_thread.running is None
+        SharedCasts().end()  # which has not begun
+        assert this_thread.running.shared is runs[2]
+        for run in runs:
+            run.end()
+            assert this_thread.running is None
     finally:
         this_thread.running = None

@@ -11,7 +11,14 @@ import torch
 from expecttest import assert_expected_inline
 from torch import Tensor
 
-from blocktensor import Recipe, functional, quantize, share_inputs, to_blockwise_fp8_weights
+from blocktensor import (
+    BlockwiseFP8Tensor,
+    Recipe,
+    functional,
+    quantize,
+    share_inputs,
+    to_blockwise_fp8_weights,
+)
 from blocktensor.ops import reference
 from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_128X128
 from tests.support.asserts import refused
@@ -210,6 +217,16 @@ def test_a_gradient_in_fp8(recipe: Recipe, shape: tuple[int, ...], device: torch
         rows = given.dequantize().flatten(0, -2), x.flatten(0, -2)
         want[2] = wgrad(*rows, recipe, torch.bfloat16)
     assert_all_equal(got, want)
+    module.weight.grad, values = None, grad.flatten(0, -2)
+    rows = BlockwiseFP8Tensor.from_values(values, recipe=Recipe(recipe.scale), rowwise=False)
+    module(x.flatten(0, -2)).backward(rows)  # where dgrad does not read it
+    assert recipe is HIGH or torch.equal(module.weight.grad, want[2])
+
+
+def test_on_meta() -> None:
+    module = linear(130, 70, recipe=HIGH).to("meta")
+    module(torch.empty(5, 70, dtype=torch.bfloat16, device="meta")).sum().backward()
+    assert module.weight.grad.is_meta
 
 
 def test_a_gradient_in_fp8_in_squares_is_refused() -> None:

@@ -102,14 +102,19 @@ COMPLAINTS: list[dict[str, Any]] = [
     *({"skip": ["*.up", "model.heads"]}, {"skip": ["*.embed"]}, {"stacks": [("*.a", ["up"])]}),
     *({"stacks": {"a": "up"}}, {"stacks": {"a": [1]}}, {"stacks": {1: ["up"]}}),
     *({"stacks": {"a": ["up"], "expert": ["up"]}}, {"stacks": {"a": ["w1"]}}),
-    *({"stacks": {"a": ["table"]}}, {"stacks": {"f": ["w13_EF2D"]}}),
+    *({"stacks": {"a": ["table"]}}, {"stacks": {"f": ["w13_EF2D"]}}, {"stacks": {"a": 3}}),
+    {"stacks": {"attention.out_proj": ["up"]}},
 ]
 
 
 def test_complaints() -> None:
     parts = {"model": Model(), "attention": nn.MultiheadAttention(DIM, 2)}
     model = nn.ModuleDict({**parts, "a": Unknown(), "experts": Unknown(), "f": Fused()})
-    texts = refused(*(functools.partial(convert, model, **options) for options in COMPLAINTS))
+    model["attention"].out_proj.bias = None
+    calls = [functools.partial(convert, model, **options) for options in COMPLAINTS]
+    for options in ({"skip": ["x"]}, {"stacks": {"": ["x"]}}):
+        calls.append(functools.partial(convert, nn.ReLU(), **options))
+    texts = refused(*calls)
     assert converted_names(model) == fp8_names(model) == []
     assert_expected_inline(
         texts,
@@ -140,5 +145,12 @@ ValueError: stacks names 'w1' of 'a', which has no such parameter: its parameter
 ValueError: stacks names 'table' of 'a', experts with 2 dimensions: expected 3: expected a
   parameter [E, N, K] or [E, K, N]
 ValueError: stacks names 'w13_EF2D' of 'f', experts with 4 dimensions, which several fused
-  projections share: expected a parameter [E, N, K] or [E, K, N]""",
+  projections share: expected a parameter [E, N, K] or [E, K, N]
+TypeError: stacks has 'a': 3: expected a pattern with a list of the names of stacks, e.g.
+  {'*.experts': ['w1', 'w2']}
+ValueError: stacks names 'up' of 'attention.out_proj', which has no such parameter: its
+  parameters are weight
+ValueError: skip pattern 'x' matches no weight of this ReLU that could be converted: expected a
+  pattern of the names of linears or modules above them; names of such weights end in none
+ValueError: stacks names 'x' of '', which has no such parameter: its parameters are none""",
     )

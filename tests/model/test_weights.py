@@ -116,14 +116,21 @@ def test_weights_of_other_libraries_are_left_alone() -> None:
     model = nn.Sequential(*(kind(DIM, DIM) for kind in kinds))
     model[0].weight = Theirs(randn(DIM, DIM, dtype=torch.float32))
     model[1].weight = nn.Parameter(torch.zeros(DIM * DIM // 2, 1, 1))
+    model[3].table, late = nn.Parameter(torch.zeros(3, 4)), nn.UninitializedParameter
+    experts = model.append(Flagged())[5]
+    experts.down_proj, experts.gate_up_proj = Theirs(torch.zeros(3, 128, 128)), late()
+    experts.table, experts.late = nn.Parameter(torch.zeros(3, 4)), late()
     report = convert(model, skip_small=False)
     assert converted_names(model) == ["2"]
     casts = "a Float8Linear of torchao.float8.float8_linear, which casts its weight itself"
     assert reasons(report) == {
         "0": "its weight is a Theirs, a type of another library",
         "1": "its weight has 3 dimensions",
-        "3": casts,
-        "4": casts,
+        **{"3": casts, "3.table": casts, "4": casts},
+        "5.gate_up_proj": "experts without a shape yet",
+        "5.down_proj": "experts in a Theirs, a type of another library",
+        "5.gate_up_proj_bias": "bias of experts",
+        **dict.fromkeys(["5.table", "5.late"], "not the weight of a linear: in Flagged"),
     }
 
 

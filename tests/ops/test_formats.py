@@ -285,7 +285,7 @@ def test_scales_of_stacks_for_tma() -> None:
         empty_scale((3, 600, 700), BLOCKS_128X128, CPU)[:, 1:4],
         empty_scale((3, 300, 1000), BLOCKS_128X128, CPU)[..., 1:7],  # unaligned
     )
-    for scale in map(filled, (ours, *others)):
+    for scale in (*map(filled, (ours, *others)), torch.ones(6).expand(3, 3, 6)):
         given = scale_layouts.stacked_scale(scale)
         assert (given is scale) == (scale is ours)
         assert (given.stride(), given.data_ptr() % 16) == (ours.stride(), 0)

@@ -161,8 +161,14 @@ def test_backward_begins_at_the_loss(wrap: Callable[[Tensor, Tensor], Any]) -> N
 
 
 def test_outputs_without_a_loss_and_keywords_of_the_model() -> None:
-    model = Calls(lambda m, x: {"a": m.lin(x), "b": (m.lin(2 * x), TOKENS), "c": None})
-    assert [e.kind for e in audit(model, X).entries] == ["fprop"] * 2 + ["wgrad"] * 2
+    model = Calls(
+        lambda m, x: {
+            **{"a": m.lin(x), "b": (m.lin(2 * x), TOKENS), "c": None},
+            "complex": torch.complex(m.lin(x), x @ torch.ones(32, 48)),
+        }
+    )
+    kinds = ["fprop"] * 3 + ["forward"] + ["wgrad"] * 2
+    assert [e.kind for e in audit(model, X).entries] == kinds
     given: dict[str, Any] = {}
     model = Calls(lambda m, x, **kwargs: given.update(kwargs) or m.lin(x))
     audit(model, x=X, loss=1, backward=2, step=3, args=4)

@@ -127,6 +127,8 @@ def test_a_buffer_that_did_not_change_is_not_written() -> None:
     with left_as_it_is(model):
         model.table.data.fill_(2)  # unseen by version counters
     assert torch.equal(model.table, torch.ones(3))
+    with left_as_it_is(model.to("meta")):
+        pass
 
 
 def test_a_backward_that_waits_still_runs() -> None:

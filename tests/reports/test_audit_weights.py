@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from blocktensor import BlockwiseFP8Weight, audit, convert, freeze
+from blocktensor import BlockwiseFP8Weight, audit, convert, freeze, quantize
 from tests.support.models import randn
 
 X = randn(6, 32, dtype=torch.float32, grad=True)
@@ -71,6 +71,9 @@ def test_casts_and_dequantized_values_of_a_weight_are_told() -> None:
 
 NOT_MISREAD: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "norm of a weight": lambda m, x: x * m.plain.norm(),
+    "no column of it": lambda m, x: x[:, :0] @ m.plain[:, :0].t(),
+    "dequantized activations": lambda m, x: quantize(x).dequantize() @ torch.ones(32, 32),
+    "a sparse matrix": lambda m, x: torch.sparse.mm(x.detach().to_sparse(), torch.ones(32, 32)),
     "row of it": lambda m, x: (x + m.plain[:1]) @ torch.ones(32, 32),
     "activations scaled by it": lambda m, x: (x * m.plain[:6]) * m.plain.sum(),
     "embedding": lambda m, x: F.embedding(torch.arange(32), m.plain)[:6] @ torch.ones(32, 32),
@@ -115,7 +118,9 @@ def test_batched_products_of_a_parameter_are_no_attention() -> None:
             z = torch.bmm(y, self.table)
             return torch.bmm(z, y @ y.mT)
 
-    entries = audit(Experts(), torch.randn(4, 16, 16)).entries
+    report = audit(Experts(), torch.randn(4, 16, 16))
+    assert "  4 x (16 x 8 x 16)  " in str(report)
+    entries = report.entries
     assert [(e.kind, e.batch, e.m, e.n, e.k, e.attention) for e in entries] == [
         ("forward", 4, 16, 8, 16, False),
         ("forward", 4, 16, 16, 8, False),

@@ -177,6 +177,8 @@ def test_bad_shapes() -> None:
             ValueError, match=re.escape(f"shape {shape}: expected (M tokens, N out")
         ):
             explain([shape])
+    with pytest.raises(TypeError, match=r"a list of shapes \(M, N, K\): got a str"):
+        explain("128x128x128")
 
 
 def test_a_plan_without_a_gpu() -> None:
@@ -217,6 +219,9 @@ all                            2582      1983     1.30x           1.30x
 fast path: as on an H100 that has it""",
     )
     assert explain(model, tokens=4096).layers == ()
+    convert(model, Recipe(wgrad_input="high_precision"), skip_small=False)
+    wgrads = [p for p in explain(model, device="H100").products if p.kind == "wgrad"]
+    assert [p.us and round(p.us) for p in wgrads] == [49, 195, 195, 195, 195, None]
 
 
 class Experts(nn.Module):

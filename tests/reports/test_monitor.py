@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import pickle
@@ -231,6 +232,11 @@ def test_frozen_weights_and_inputs_that_are_fp8() -> None:
         "0": ["g", "x"],
         "1": ["g", "w", "x"],
     }
+    with torch.inference_mode(), monitor(model[:1]) as health:
+        model[:1](randn(20, K))
+    assert [*measured(health)["0"]] == ["x"]
+    if importlib.util.find_spec("matplotlib"):
+        assert [len(line.get_xdata()) for line in health.plot().axes[0].lines] == [1] * 2 + [0] * 4
     w = linear(K, K).weight
     with monitor(model) as health:
         functional.linear(randn(20, K, grad=True), w).sum().backward()

@@ -163,6 +163,10 @@ def test_where_cublas_is_faster_it_is_left_to_it(
     assert "gluon: cuBLAS is predicted to be faster here" in choice.reason
     monkeypatch.setenv(GEMM_VARIABLE, "gluon")
     assert words(choose_gemm(PROBLEM)) == ("gluon", "forced by BLOCKTENSOR_GEMM")
+    assert choose_backend.predict_gemm(PROBLEM, H200)[0] == "cublas"
+    monkeypatch.delenv(GEMM_VARIABLE)
+    pretend((9, 0), "12.8")  # without those kernels of cuBLAS
+    assert choose_gemm(PROBLEM).name == "gluon"
 
 
 def test_rows_that_keep_their_bits_share_one_way_to_sum(

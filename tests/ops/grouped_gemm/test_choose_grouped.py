@@ -9,7 +9,7 @@ import torch
 
 from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_128X128, BlockFormat
 from blocktensor.ops.grouped_gemm.choose_backend import GroupedProblem, choose_grouped
-from blocktensor.ops.grouped_gemm.tiles import choose_wgrad_tile
+from blocktensor.ops.grouped_gemm.tiles import choose_wgrad_tile, stores_fit
 from blocktensor.ops.runtime.specialize import GEMM_VARIABLE
 from tests.support.backends import CPU, CUDA, Pretend
 
@@ -64,6 +64,12 @@ def test_who_makes_weight_gradients(
     choice = choose_grouped(replace(PROBLEM, kind="wgrad", a_format=a, b_format=b))
     assert (choice.name, choice.others) == (name, others)
     assert choose_grouped(replace(PROBLEM, k=0)).others == "gluon: nothing to contract"
+
+
+@pytest.mark.parametrize("b_block", [1, 128])
+def test_rows_of_experts_that_end_inside_a_tile_fit_its_registers(b_block: int) -> None:
+    for n in range(64, 4096, 64):
+        assert stores_fit(choose_wgrad_tile(n, 7168, 65536, 8, b_block, 132)[0], n)
 
 
 @pytest.mark.parametrize(("experts", "in_turn"), [(15, True), (16, False)])

@@ -102,6 +102,7 @@ REPEATED: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]], int
     "no tensor": (maybe, lambda: (draw(8), None, draw(8)), 1),
     "tuples": (of_casts, lambda: (Quantized(*pair(), BLOCKS_1X128), draw(8), (2, 3)), 2),
     # Whatever else a function does it does every time
+    "other bits": (lambda kernel, x, y: axpy(kernel, x, y, 2).view(torch.int32), pair, 0),
     "made before": (lambda kernel, x, y: axpy(kernel, x + 1, y, 2), pair, 0),
     "changed after": (lambda kernel, x, y: axpy(kernel, x, y, 2).add_(2), pair, 0),
     "zeros": (add_to_zeros, pair, 0),

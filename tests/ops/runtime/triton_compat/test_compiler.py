@@ -48,6 +48,7 @@ def unhooked(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_pass_is_gone_afterwards() -> None:
     with hopper_gemm():  # Triton 3.7 and later ask a hook for a part of the compiler's cache key
         assert RUNTIME.add_stages_inspection_hook() == ("", "")
+        assert RUNTIME.add_stages_inspection_hook(None, {"cubin": print}) is None
     with pytest.raises(ZeroDivisionError), hopper_gemm(), hopper_gemm():
         raise ZeroDivisionError
     assert RUNTIME.add_stages_inspection_hook is None

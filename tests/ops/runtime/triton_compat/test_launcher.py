@@ -60,6 +60,9 @@ def test_kernels_that_need_more_or_are_unexpected_are_launched_ordinarily(
 def test_hooks_are_served_by_the_ordinary_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     a, runtime = op(axpy), triton.knobs.runtime
     args = *draw(2, 8), 3
+    runtime.launch_enter_hook.add(print)  # before anything is recorded
+    a.call(*args), a.call(*args)
+    runtime.launch_enter_hook.remove(print)
     a.call(*args), a.call(*args)
     for hook in ("launch_enter_hook", "launch_exit_hook"):
         chain = getattr(runtime, hook)
@@ -69,7 +72,7 @@ def test_hooks_are_served_by_the_ordinary_launch(monkeypatch: pytest.MonkeyPatch
     for own in (print, None):
         monkeypatch.setattr(runtime, "launch_enter_hook", own)
         a.call(*args)
-    assert (a.kernel.ordinary, len(a.kernel.direct)) == (4, 2)
+    assert (a.kernel.ordinary, len(a.kernel.direct)) == (6, 2)
 
 
 @pytest.mark.usefixtures("fake_driver")
@@ -124,5 +127,6 @@ def test_the_c_function_of_a_wrapped_launcher() -> None:
     wrapper = driver.wrap_handle_tensordesc(len, {"x": "tensordesc<fp32[4]>"}, [{}])
     for launch in (wrapper, len):
         assert per_signature.function(SimpleNamespace(launch=launch)) is len
-    with pytest.raises(launchers.Unsupported, match="closes over"):
-        per_signature.function(SimpleNamespace(launch=lambda: wrapper))
+    for launch, said in ((lambda: wrapper, "closes over"), (wrapper.__call__, "launcher is")):
+        with pytest.raises(launchers.Unsupported, match=said):
+            per_signature.function(SimpleNamespace(launch=launch))
