@@ -260,7 +260,7 @@ def _held_dh(ctx: Any, grad: Tensor | None) -> Tensor | None:
     if ctx.plan.down.tracing:
         return None
     held = ctx.__dict__.pop("held", None)
-    if held is None or grad is None or held[0] is not grad or held[1] != grad._version:
+    if held is None or held[1] != held[0]._version or held[0] is not grad:
         return None
     dh: Tensor = held[2]
     return dh

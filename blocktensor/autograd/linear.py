@@ -83,8 +83,7 @@ def _matmul(
     plan = plan_matmul(x, w, bias, recipe, offs)
     cast: tuple[Tensor, ...] = ()
     running = this_thread.running
-    is_cast = isinstance(x, BlockwiseFP8Tensor) and (offs is None or plan.x_columnwise is None)
-    if running is not None and not is_cast:
+    if running is not None and not isinstance(x, BlockwiseFP8Tensor):
         cast = running.forms_of(x, offs, plan, _caster(offs))
     if plan.casts_x:
         x = x.to(plan.out_dtype)

@@ -56,7 +56,7 @@ class Plan:
         out_dtype: of the output, and of the input where ``casts_x``.
         casts_x: True if autocast changes the dtype of x.
         needs: whether gradients of x and of w may be wanted.
-        tracing: True while a compiler or functorch traces.
+        tracing: True while a compiler traces.
         x_shape: of the input.
         x_dtype, w_dtype, bias_dtype: of the operands; None without a bias.
         are_tensors: which of x, w, the bias and ``offs`` are tensors.
@@ -113,8 +113,7 @@ class Plan:
             self.format if needs_dw and not self.saves_x else None,
         )
         self.tracing = (
-            is_compiling()
-            or torch._C._are_functorch_transforms_active()
+            is_compiling()  # functorch is refused before
             or type(inner(x)) not in PLAIN
             or type(inner(w)) not in PLAIN
         )
@@ -193,7 +192,6 @@ def _key(
         or must_dispatch(x_inner)
         or this_thread.watch is not None
         or type(w_inner) not in PLAIN
-        or w_inner.is_meta
     ):
         return None
     weight_key: Hashable

@@ -45,16 +45,12 @@ def quantize(x: Tensor, recipe: Recipe | None = None) -> BlockwiseFP8Tensor:
     return _Quantize.apply(x, recipe or DEFAULT_RECIPE)
 
 
-def cast_activation(x: Tensor, recipe: Recipe, columnwise: bool = True) -> BlockwiseFP8Tensor:
-    """Cast the input ``x[..., K]`` of linears by ``recipe``, without a gradient.
-
-    ``columnwise``: with what a weight gradient reads, unless that is ``x`` itself, which is held in
-    any case.
-    """
+def cast_activation(x: Tensor, recipe: Recipe) -> BlockwiseFP8Tensor:
+    """Cast the input ``x[..., K]`` of linears by ``recipe``, without a gradient."""
     format, other = recipe.activation_format, recipe.wgrad_input_format
     source = x.detach() if other is None else None
     made = BlockwiseFP8Tensor(
-        *quantize_forms(x, format, other if columnwise else None),
+        *quantize_forms(x, format, other),
         shape=x.shape,
         dtype=x.dtype,
         recipe=recipe,

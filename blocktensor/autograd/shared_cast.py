@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from ..ops.runtime.specialize import must_dispatch
-from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from .plan import Plan
 
 AnyPlan = TypeVar("AnyPlan", bound=Plan)
@@ -94,7 +93,7 @@ class Run:
         """Return data and scales of the forms of ``x``, cast now or for another linear.
 
         Args:
-            x: the input.
+            x: the input, in high precision.
             offs: the ends of the groups of a grouped linear.
             plan: of the linear.
             cast: given the plan, and the input in the dtype that is cast.
@@ -104,13 +103,12 @@ class Run:
         """
         if not plan.serves_all or x.is_inference():
             return ()  # changes of inference tensors are not counted
-        held: Any = x.rowwise_data if isinstance(x, BlockwiseFP8Tensor) else x  # has memory
         if offs is not None and (must_dispatch(offs) or offs.is_inference()):
             return ()
         stream: Any = torch.cuda.current_stream(x.device) if x.is_cuda else None
         whole = x if x._base is None else x._base  # views count changes together
         key = (
-            id(whole), x._version, held.data_ptr(), x.shape[-1:], x.numel(),
+            id(whole), x._version, x.data_ptr(), x.shape[-1:], x.numel(),
             None if x.is_contiguous() else (x.shape, x.stride()),
             plan.casts_x and plan.out_dtype, plan.format, plan.wgrad_input,
             None if offs is None else (id(offs), offs._version, offs.data_ptr()), stream,

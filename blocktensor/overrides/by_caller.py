@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from ..sharding.dtensor import check_cuts
 from ..sharding.fsdp.shards import chunks
-from ..tensor.base import FP8Base, MasterBase
+from ..tensor.base import MasterBase
 from ..tensor.compat.callers import APPLY, Caller, caller
 from ..tensor.compat.swap_in import carry_over, take_content
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
@@ -45,12 +45,11 @@ def _detach(tensor: Tensor) -> Tensor:
     if who.module == "torch.nn.parameter" and who.back is not None and who.back.place == APPLY:
         # nn.Module._apply (.to(), .half(), .cuda(), ...) makes a new Parameter and swaps it in
         old = who.back.local("param")
-        if isinstance(old, FP8Base):
-            # It sets .data of plain parameters. Of these, which it then swaps with themselves, it
-            # is done here, unless there are weak references, for which swap_tensors will raise.
-            if not weakref.getweakrefs(old) and take_content(old, made):
-                return old
-            carry_over(old, made)
+        # It sets .data of plain parameters. Of these, which it then swaps with themselves, it is
+        # done here, unless there are weak references, for which swap_tensors will raise.
+        if not weakref.getweakrefs(old) and take_content(old, made):
+            return cast(Tensor, old)
+        carry_over(old, made)
     return made
 
 

@@ -222,7 +222,7 @@ since the op exists only once that library is imported."""
 def _matmul_override(input: Tensor, other: Tensor, **_: None) -> Tensor:
     if other.ndim == 2 and not is_weight(input):
         return linear(input, other.t())
-    if input.ndim == other.ndim == 3 and is_stack(input) != is_stack(other):
+    if input.ndim == other.ndim == 3:
         return bmm(input, other)
     if input.ndim == 2 and other.ndim == 1 and is_weight(input):  # w v
         return linear(other, input)

@@ -165,7 +165,7 @@ class _Products(TorchDispatchMode):
         if self._sent:
             notes.append(
                 f"tokens travel in high precision for weight gradients, those of a rank being no "
-                f"whole blocks, or by recipe: {', '.join(name or '(model)' for name in self._sent)}"
+                f"whole blocks, or by recipe: {', '.join(self._sent)}"
             )
         return notes
 
@@ -248,9 +248,9 @@ def _restore_buffers(
     module._buffers.clear()
     module._buffers.update(buffers)
     for name, old in values.items():
-        buffer = buffers[name]
+        buffer: Any = buffers[name]
         # a write would invalidate graphs that were made before
-        if buffer is not None and not (old.is_meta or torch.equal(buffer, old)):
+        if not (old.is_meta or torch.equal(buffer, old)):
             with torch.no_grad():
                 buffer.copy_(old)
 

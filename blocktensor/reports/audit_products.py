@@ -140,9 +140,9 @@ def columnwise_data(func: Any, args: Sequence[Any], out: Any) -> list[Tensor]:
 
 
 def hides_products(func: Any) -> bool:
-    """Return True if matmuls may run inside ``func`` unseen."""
+    """Return True if matmuls may run inside ``func``, which is none itself, unseen."""
     packet = packet_of(func)
-    if packet in flop_registry or packet in _LEFT_OPERAND or packet in _ATTENTION:
+    if packet in flop_registry:
         return False
     is_higher_order = isinstance(func, torch._ops.HigherOrderOperator)
     return is_higher_order or packet in _HIDE_PRODUCTS or func.namespace not in _WITHOUT_PRODUCTS
@@ -176,7 +176,7 @@ def _of_attention(packet: Any, args: Sequence[Any], kwargs: dict[str, Any], out:
             shape[-3], shape[-2] = shape[-2], shape[-3]
     *lead, length, size = queries
     batch, n = math.prod(lead), keys[-2]
-    if q.ndim == 3 and packet in flop_registry:  # sequences of several lengths, one by one
+    if q.ndim == 3:  # sequences of several lengths, one by one
         flops = flop_registry[packet](*args, **kwargs, out_val=out)
     else:
         # scores and scores by values; in the backward scores again, and four gradients

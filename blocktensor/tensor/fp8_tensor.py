@@ -275,7 +275,7 @@ class BlockwiseFP8Tensor(FP8Base):
 
         Differentiable: the gradient passes straight through.
         """
-        if self.requires_grad and torch.is_grad_enabled():
+        if self.requires_grad:
             made: Tensor = StraightThrough.apply(self, dtype, False)
             return made
         return self._values_in(dtype)

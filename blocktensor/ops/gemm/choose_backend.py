@@ -141,7 +141,7 @@ def _gluon_yields(p: GemmProblem) -> str | None:
 
 def _cublas_is_faster(p: GemmProblem, gpu: Card) -> bool:
     shape = p.m, p.n, num_blocks(p.k), p.b_format.rows
-    return _cublas_declines(p) is None and cublas_is_faster(*shape, gpu, not p.batch_invariant)
+    return _cublas_declines(p) is None and cublas_is_faster(*shape, gpu)
 
 
 def predict_gemm(p: GemmProblem, gpu: Card) -> tuple[str, str, float]:

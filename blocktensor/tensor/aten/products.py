@@ -110,7 +110,7 @@ def _mm(func: Any, a: Tensor, b: Tensor) -> Tensor:
 
 @_of_both(aten.matmul.default)  # composite ops arrive whole under inference_mode
 def _matmul(func: Any, a: Tensor, b: Tensor) -> Tensor:
-    if b.ndim != 2 or a.ndim < 2:
+    if b.ndim != 2:
         _unsupported_product(func)
     return _mm(func, a.reshape(-1, a.shape[-1]), b).view(*a.shape[:-1], b.shape[1])
 

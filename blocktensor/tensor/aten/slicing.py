@@ -74,7 +74,7 @@ def _cut(form: Quantized, axis: int, start: int, stop: int) -> Quantized:
 
 def _like(x: BlockwiseFP8Tensor, operand: Operand, shape: Sequence[int]) -> BlockwiseFP8Tensor:
     strides = None
-    if not x.is_contiguous() and len(shape) > 1:  # as its transpose would have them
+    if not x.is_contiguous():  # as its transpose would have them
         *lead, n, k = torch.empty((*shape[:-2], shape[-1], shape[-2]), device="meta").stride()
         strides = [*lead, k, n]
     return x.like(operand, shape, strides)
@@ -85,7 +85,7 @@ def _dim(x: BlockwiseFP8Tensor, dim: int, op: str) -> int:
     if not -x.ndim <= dim < x.ndim:
         raise IndexError(f"{op}: dimension {dim} of a tensor with {x.ndim}")
     dim %= x.ndim
-    if 0 < dim < x.ndim - 1 and not (x.format.transposes and dim == x.ndim - 2):
+    if 0 < dim < x.ndim - 1 and not x.format.transposes:  # those are [N, K] or [E, N, K]
         raise NotImplementedError(
             f"{op} along dimension {dim} of a BlockwiseFP8Tensor {list(x.shape)}: its bytes are a "
             f"matrix of the last dimension by all others, which can be cut along the first "
@@ -156,10 +156,9 @@ def _split(
 
 @implements(ATEN_OPS, aten.cat.default)
 def _cat(func: Any, tensors: Sequence[Tensor], dim: int = 0) -> BlockwiseFP8Tensor:
-    first = tensors[0]
     fp8 = [x for x in tensors if isinstance(x, BlockwiseFP8Tensor)]
     kinds = {(x.formats, x.dtype, x.ndim, x.is_contiguous()) for x in fp8}
-    if not isinstance(first, BlockwiseFP8Tensor) or len(fp8) < len(tensors) or len(kinds) > 1:
+    if len(fp8) < len(tensors) or len(kinds) > 1:
         found = ", ".join(
             repr(x) if isinstance(x, BlockwiseFP8Tensor) else f"a {x.dtype} tensor" for x in tensors
         )
@@ -167,6 +166,7 @@ def _cat(func: Any, tensors: Sequence[Tensor], dim: int = 0) -> BlockwiseFP8Tens
             f"cat of {found}: expected BlockwiseFP8Tensors of one block_shape, dtype and scale "
             f"rounding; call .dequantize() first"
         )
+    first = fp8[0]
     dim = _dim(first, dim, "cat")
     if len({(*x.shape[:dim], *x.shape[dim + 1 :]) for x in fp8}) > 1:
         raise ValueError(f"cat along {dim} of shapes {[list(x.shape) for x in fp8]}")

@@ -74,7 +74,7 @@ def _part(func: Any, w: BlockwiseFP8Weight, *args: Any, **kwargs: Any) -> Any:
 
 def _as_weight(view: Tensor, w: BlockwiseFP8Weight) -> Tensor:
     """Return a view of the master as a weight; all of it, or its transpose, shares the cache."""
-    if view.ndim not in _RANKS or view.dtype != w.dtype:
+    if view.ndim not in _RANKS:
         return view
     if _layout(view) == _layout(w.master):
         return BlockwiseFP8Weight(w.master, cache=w.cache, transposed=w.transposed)
@@ -148,10 +148,10 @@ def _matrix(w: BlockwiseFP8Weight, index: int) -> Tensor:
 
 
 @implements(WEIGHT_OPS, aten.index.Tensor, aten.index_select.default, aten.gather.default)
-def _picked(func: Any, w: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _picked(func: Any, w: BlockwiseFP8Weight, *args: Any, **kwargs: Any) -> Tensor:
     """Pick rows of a matrix, as an embedding does; refuse to pick matrices of a stack."""
     out: Tensor = on_master(func, (w, *args), kwargs)
-    if isinstance(w, BlockwiseFP8Weight) and w.ndim > 2 and out.ndim > 1:
+    if w.ndim > 2 and out.ndim > 1:
         refuse_to_pick(func, w, ".high_precision()")
     return out
 

@@ -72,7 +72,7 @@ def _slice(
     step: int = 1,
 ) -> Tensor:  # fmt: skip
     begins = [0, *itertools.accumulate(part.numel() for part in x.parts)]
-    first, last = start or 0, x.shape[0] if end is None else min(end, x.shape[0])
+    first, last, _ = slice(start, end).indices(x.shape[0])
     if step != 1 or first not in begins or last not in begins:
         refuse(func)
     parts = x.parts[begins.index(first) : begins.index(last)]
@@ -143,7 +143,7 @@ if torch.distributed.is_available():
 def _pad(func: Any, x: BlockwiseFP8Tensor, pad: Sequence[int], value: Any = 0) -> Tensor:
     """Append matrices of zeros to a stack, for ranks that get fewer."""
     *inside, before, after = pad
-    if any(inside) or before or value or x.ndim != 3 or len(pad) != 6 or not x.format.transposes:
+    if any(inside) or before or value or len(pad) != 6 or not x.format.transposes:
         refuse(func)
 
     def padded(form: Quantized) -> Quantized:

@@ -120,7 +120,7 @@ def _clear_error_in_backward(parameter: Tensor) -> Iterator[None]:
     that of a loss which is kept for its value will not.
     """
     node = None
-    if parameter.is_leaf and parameter.requires_grad and parameter._use_count() > 1:  # type: ignore[attr-defined]
+    if parameter.requires_grad and parameter._use_count() > 1:  # type: ignore[attr-defined]
         node = torch.autograd.graph.get_gradient_edge(parameter).node
     if node is None:
         yield

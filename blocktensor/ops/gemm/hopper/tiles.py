@@ -132,7 +132,7 @@ def choose_tile(
     """
     predicted = {}
     for tile in TILES.values():
-        if tile.b_block != b_block or not (plain or tile.rows == 1 or b_block == 1):
+        if tile.b_block != b_block or not (plain or tile.rows == 1):
             continue
         speed = speeds(card.name)[tile.name]
         for splits in possible_splits(blocks) if splits_k else [1]:
@@ -161,10 +161,8 @@ def programs_in_turn(items: int, at_once: int, us: float) -> int:
     return min(items, ceil_div(waves, ceil_div(waves, rounds)) * at_once)
 
 
-def cublas_is_faster(
-    m: int, n: int, blocks: int, b_block: int, card: Card, splits_k: bool = True
-) -> bool:
+def cublas_is_faster(m: int, n: int, blocks: int, b_block: int, card: Card) -> bool:
     """Return whether cuBLAS is predicted to be faster than the best tile."""
-    ours = choose_tile(m, n, blocks, b_block, card, splits_k=splits_k)[2]
+    ours = choose_tile(m, n, blocks, b_block, card)[2]
     theirs = speeds(card.name)[CUBLAS[b_block]].microseconds(m, n, blocks, card.sms)
     return theirs < min(CUBLAS_MARGIN * ours, ours - CUBLAS_SAVES_US)
