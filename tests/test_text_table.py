@@ -55,8 +55,7 @@ def test_rows_that_differ_in_names_only_are_joined() -> None:
     rows += [("h.0.k", "32x64"), ("head", "64x64"), ("h.1.k", "32x64"), ("tail", "64x64")]
     rows += [("alone1", "1x1")]
     assert collapse(rows, across=True) == [
-        ("h.*.{q, o}, h.*.mlp.gate, head, tail (8)", "64x64"),
-        ("h.*.k (2)", "32x64"),
+        *(("h.*.{q, o}, h.*.mlp.gate, head, tail (8)", "64x64"), ("h.*.k (2)", "32x64")),
         ("alone1", "1x1"),
     ]
     assert collapse([], across=True) == []

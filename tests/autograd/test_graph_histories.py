@@ -101,20 +101,17 @@ E = len(SIZES)
 KINDS: dict[str, tuple[list[tuple[int, ...]], Callable[..., Tensor], Callable[..., Tensor]]] = {
     "linear": ([(K, K)], F.linear, plain),
     "grouped": (
-        [(E, K, K)],
-        lambda x, w: functional.grouped_linear(x, w, ends(*SIZES)),
+        *([(E, K, K)], lambda x, w: functional.grouped_linear(x, w, ends(*SIZES))),
         lambda x, w: plain(x, w, ends(*SIZES)),
     ),
     "gated": ([(K, K)] * 3, functional.gated_mlp, plain_gated),
     "experts": (
-        [(E, K, K)] * 3,
-        lambda x, *w: functional.gated_experts(x, *w, ends(*SIZES)),
+        *([(E, K, K)] * 3, lambda x, *w: functional.gated_experts(x, *w, ends(*SIZES))),
         lambda x, *w: plain_gated(x, *w, offs=ends(*SIZES)),
     ),
     "norm": ([(K,)], normed_and_cast, plain_norm),
     "quantized": (
-        [(K, K)] * 2,
-        quantized,
+        *([(K, K)] * 2, quantized),
         lambda x, *w: plain(x, w[0]) + plain(x, w[1]) + straight_through(x),
     ),
 }

@@ -83,8 +83,7 @@ def test_what_tells_operands_apart() -> None:
         *[(X, BlockwiseFP8Weight(master).requires_grad_()) for master in masters],
         *[(X, BlockwiseFP8Weight(randn(N, K), each).requires_grad_()) for each in others],
         *[(X, w, None, each) for each in recipes],
-        (X, weight().requires_grad_(False)),
-        (X.float(), weight(dtype=torch.float32)),
+        *((X, weight().requires_grad_(False)), (X.float(), weight(dtype=torch.float32))),
         *[(X, w, bias), (X, w, bias.clone().requires_grad_()), (X, w, unaligned(bias))],
         (X, w, bias.repeat(2)[::2].copy_(bias)),
         *[(X, each) for each in (*frozen, both, moved)],
@@ -132,10 +131,6 @@ def test_what_tells_backwards_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any(backward_of(*calls[0]) is each for each in made)
 
 
-class Other(Tensor):
-    pass
-
-
 @records
 def test_other_operands_are_planned_for_one_call() -> None:
     """What a compiler, a mode or a plain weight needs must not serve a call that records."""
@@ -144,7 +139,10 @@ def test_other_operands_are_planned_for_one_call() -> None:
     calls = [(x, randn(N, K)) for x in (X, shared)]
     calls += [(X.to("meta"), w.to("meta")) for w in (weight(), frozen)]
     fake = FakeTensorMode().from_tensor(randn(N, K))
-    calls += [(X, BlockwiseFP8Weight(fake)), (X, randn(N, K).as_subclass(Other))]
+    calls += [
+        (X, BlockwiseFP8Weight(fake)),
+        (X, randn(N, K).as_subclass(type("Other", (Tensor,), {}))),
+    ]
     plans = [plan(*call) for call in calls]
     assert [each.tracing for each in plans] == [False] * 4 + [True] * 2
     with FlopCounterMode(display=False):
@@ -275,13 +273,11 @@ OF_WEIGHT, PRODUCT = "quantize_with_transpose 128x128", "gemm 1x128 128x128"
 # of each ``wgrad_input``: the recipe, the ops of forward and of backward
 OPS: dict[str, tuple[Recipe, list[str], list[str]]] = {
     "1x128": (
-        ROWS,
-        [OF_WEIGHT, "quantize_both 1x128", PRODUCT],
+        *(ROWS, [OF_WEIGHT, "quantize_both 1x128", PRODUCT]),
         ["quantize_both 1x128", PRODUCT, "gemm 1x128 1x128"],
     ),
     "128x128": (
-        Recipe(),
-        [OF_WEIGHT, "quantize_both 1x128 128x128", PRODUCT],
+        *(Recipe(), [OF_WEIGHT, "quantize_both 1x128 128x128", PRODUCT]),
         ["quantize_both 1x128", PRODUCT, "gemm 1x128 128x128"],
     ),
     "high_precision": (
@@ -317,13 +313,10 @@ def test_without_gradients_all_is_cast_rowwise_only(mode: Callable[[], Any]) -> 
     [
         (True, True, ["quantize_both 1x128", PRODUCT, "gemm 1x128 128x128"]),
         (True, False, ["quantize_rowwise 1x128", PRODUCT]),
-        (False, True, ["quantize_columnwise 1x128", "gemm 1x128 128x128"]),
-        (False, False, []),
+        *((False, True, ["quantize_columnwise 1x128", "gemm 1x128 128x128"]), (False, False, [])),
     ],
 )
-def test_backward_runs_only_what_is_asked_for(
-    x_grad: bool, w_grad: bool, backward: list[str]
-) -> None:
+def test_backward_runs_only_what_is_asked_for(x_grad: bool, w_grad: bool, backward: Any) -> None:
     module, x = linear(256, 384, bias=True), randn(5, 384, grad=x_grad)
     module.weight.requires_grad_(w_grad)
     of_weight = OF_WEIGHT if x_grad else "quantize_rowwise 128x128"

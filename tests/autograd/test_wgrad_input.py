@@ -11,14 +11,7 @@ import torch
 from expecttest import assert_expected_inline
 from torch import Tensor
 
-from blocktensor import (
-    BlockwiseFP8Tensor,
-    Recipe,
-    functional,
-    quantize,
-    share_inputs,
-    to_blockwise_fp8_weights,
-)
+from blocktensor import Recipe, functional, quantize, share_inputs, to_blockwise_fp8_weights
 from blocktensor.ops import reference
 from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_128X128
 from tests.support.asserts import refused
@@ -46,10 +39,8 @@ pytestmark = pytest.mark.usefixtures("way_of_linears")
 @pytest.mark.parametrize(
     ("size", "dtype"),
     [
-        ((2, 150, 130, 70), torch.bfloat16),
-        ((128, 192, 576), torch.float16),
-        ((5, 256, 384), torch.float32),
-        ((1, 1, 1), torch.bfloat16),
+        *(((2, 150, 130, 70), torch.bfloat16), ((128, 192, 576), torch.float16)),
+        *(((5, 256, 384), torch.float32), ((1, 1, 1), torch.bfloat16)),
     ],
     ids=str,
 )
@@ -218,7 +209,7 @@ def test_a_gradient_in_fp8(recipe: Recipe, shape: tuple[int, ...], device: torch
         want[2] = wgrad(*rows, recipe, torch.bfloat16)
     assert_all_equal(got, want)
     module.weight.grad, values = None, grad.flatten(0, -2)
-    rows = BlockwiseFP8Tensor.from_values(values, recipe=Recipe(recipe.scale), rowwise=False)
+    rows = type(given).from_values(values, recipe=Recipe(recipe.scale), rowwise=False)
     module(x.flatten(0, -2)).backward(rows)  # where dgrad does not read it
     assert recipe is HIGH or torch.equal(module.weight.grad, want[2])
 

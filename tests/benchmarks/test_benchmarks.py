@@ -113,11 +113,8 @@ def test_a_geometric_mean_needs_positive_numbers(values: list[float]) -> None:
 @pytest.mark.parametrize(
     ("where", "found"),
     [
-        ({}, [0, 1, 2]),
-        ({"kind": "fprop"}, [0, 1]),
-        ({"kind": "fprop", "m": 1}, [0]),
-        ({"kind": ["fprop", "wgrad"], "m": [1]}, [0, 2]),
-        ({"kind": "dgrad"}, []),
+        *(({}, [0, 1, 2]), ({"kind": "fprop"}, [0, 1]), ({"kind": "fprop", "m": 1}, [0])),
+        *(({"kind": ["fprop", "wgrad"], "m": [1]}, [0, 2]), ({"kind": "dgrad"}, [])),
         ({"absent": 1}, []),
     ],
 )
@@ -140,8 +137,7 @@ NOBODY = "no row has ours and draft"
 @pytest.mark.parametrize(
     ("change", "rows", "measured", "holds", "note"),
     [
-        (FPROP, RATES, MEAN, True, ""),
-        ({**FPROP, "reduce": "minimum"}, RATES, 1.2, True, ""),
+        *((FPROP, RATES, MEAN, True, ""), ({**FPROP, "reduce": "minimum"}, RATES, 1.2, True, "")),
         ({**FPROP, "reduce": "maximum"}, RATES, 1.25, True, ""),
         ({**ONE, "at_least": 1.2}, RATES, 1.2, True, ""),
         ({**ONE, "at_least": 1.2001}, RATES, 1.2, False, ""),
@@ -153,9 +149,7 @@ NOBODY = "no row has ours and draft"
         ({"over": "draft", "optional": True}, RATES, None, None, NOBODY),
     ],
 )
-def test_judge(
-    change: dict[str, Any], rows: list[Row], measured: float | None, holds: Any, note: str
-) -> None:
+def test_judge(change: Any, rows: Any, measured: float | None, holds: Any, note: str) -> None:
     verdict = check.judge(replace(BAR, **change), rows)
     assert verdict.measured == (measured and pytest.approx(measured, rel=1e-12))
     assert (verdict.holds, verdict.note) == (holds, note)

@@ -43,9 +43,7 @@ def test_commands() -> None:
     )
 
 
-def test_one_gpu_is_too_few(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_gpu_is_too_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert cli.main(["fsdp2", "--out", str(tmp_path)]) == 2
@@ -56,14 +54,10 @@ def test_one_gpu_is_too_few(
 def test_rows_are_compared_on_as_many_ranks() -> None:
     rows: list[Any] = []
     for variant, ranks, speed, peak, is_dry, microbatches in (
-        ("bf16", 2, 1000, 2**30, False, 1),
-        ("fp8", 2, 1250, 2**29, False, 1),
-        ("fp8, gathered in bf16", 2, 1200, 2**30, False, 1),
-        ("bf16", 2, 5000, 2**20, True, 1),
-        ("fp8", 2, 6000, 2**20, True, 1),
-        ("bf16", 4, 900, None, False, 1),
-        ("fp8", 4, 1080, None, False, 1),
-        ("bf16", 2, 1100, 2**30, False, 16),
+        *(("bf16", 2, 1000, 2**30, False, 1), ("fp8", 2, 1250, 2**29, False, 1)),
+        *(("fp8, gathered in bf16", 2, 1200, 2**30, False, 1), ("bf16", 2, 5000, 2**20, True, 1)),
+        *(("fp8", 2, 6000, 2**20, True, 1), ("bf16", 4, 900, None, False, 1)),
+        *(("fp8", 4, 1080, None, False, 1), ("bf16", 2, 1100, 2**30, False, 16)),
         ("fp8, fused, head in fp8", 2, 1430, 2**30, False, 16),
     ):
         result = {"world_size": ranks, "model": {"parameters": 8_000_000_000}, "mfu": 0.56789}

@@ -128,12 +128,9 @@ def test_a_trace_is_summed(tmp_path: Path) -> None:
         return {"cat": category, "name": name, "ts": start, "dur": us}
 
     events = [
-        event("ncclDevKernel_ReduceScatter", 3000, 2000),
-        event("gemm", 0, 1000),
-        event("ncclDevKernel_AllGather", 500, 1500),
-        event("Memset", 2500, 1000, "gpu_memset"),
-        event("cudaLaunchKernel", 0, 9000, "cuda_runtime"),
-        {"name": "process_name", "ph": "M"},
+        *(event("ncclDevKernel_ReduceScatter", 3000, 2000), event("gemm", 0, 1000)),
+        *(event("ncclDevKernel_AllGather", 500, 1500), event("Memset", 2500, 1000, "gpu_memset")),
+        *(event("cudaLaunchKernel", 0, 9000, "cuda_runtime"), {"name": "process_name", "ph": "M"}),
     ]
     path = tmp_path / "trace.json"
     path.write_text(json.dumps({"traceEvents": events}))

@@ -6,6 +6,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -82,9 +83,7 @@ def test_batches_depend_on_the_seed_alone(stdlib: Path, load: Load) -> None:
         assert torch.equal(inputs[:, 1:], targets[:, :-1])
 
 
-def test_run_writes_json_and_plot(
-    stdlib: Path, load: Load, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_run_writes_json_and_plot(stdlib: Path, load: Load, tmp_path: Path, capsys: Any) -> None:
     out = tmp_path / "new" / "out"
     arguments = [*TINY, "--seeds", "2", "--out", str(out)]
     assert load("train_lm").main(arguments) == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -31,10 +32,8 @@ def products(example: ModuleType, variant: str) -> list[Tensor]:
 @pytest.mark.parametrize(
     ("variant", "fp8"),
     [
-        ("fprop alone", (True, False, False)),
-        ("dgrad alone", (False, True, False)),
-        ("wgrad alone", (False, False, True)),
-        ("Recipe()", (True, True, True)),
+        *(("fprop alone", (True, False, False)), ("dgrad alone", (False, True, False))),
+        *(("wgrad alone", (False, False, True)), ("Recipe()", (True, True, True))),
     ],
 )
 def test_products_in_fp8(example: ModuleType, variant: str, fp8: tuple[bool, ...]) -> None:
@@ -61,9 +60,7 @@ def test_the_head_alone_differs(example: ModuleType) -> None:
     assert type(model.lm_head.weight) is not type(model.embedding.weight)
 
 
-def test_results(
-    stdlib: Path, example: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_results(stdlib: Path, example: ModuleType, tmp_path: Path, capsys: Any) -> None:
     variants = ["fprop alone", "Recipe()"]
     arguments = [*TINY, "--seeds", "2", "--out", str(tmp_path), "--variants", *variants]
     example.main(arguments)

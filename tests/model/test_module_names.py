@@ -40,10 +40,8 @@ def test_what_is_no_module(given: Any) -> None:
     ("skip", "left"),
     [
         (["vision_tower"], ["text.blocks.*", "text2"]),
-        (["text"], ["vision_tower.blocks.*", "text2"]),
-        (["text*"], ["vision_tower.blocks.*"]),
-        (["*.blocks"], ["text2"]),
-        (["*.blocks.1", "vision_tower"], ["text.blocks.0", "text2"]),
+        *((["text"], ["vision_tower.blocks.*", "text2"]), (["text*"], ["vision_tower.blocks.*"])),
+        *((["*.blocks"], ["text2"]), (["*.blocks.1", "vision_tower"], ["text.blocks.0", "text2"])),
         (("*.u?",), ["vision_tower.*.down", "text.*.down", "text2"]),
         ((pattern for pattern in ["*.[0-9].up", "text2"]), ["vision_tower.*.down", "text.*.down"]),
     ],
@@ -103,18 +101,15 @@ COMPLAINTS: list[dict[str, Any]] = [
     *({"stacks": {"a": "up"}}, {"stacks": {"a": [1]}}, {"stacks": {1: ["up"]}}),
     *({"stacks": {"a": ["up"], "expert": ["up"]}}, {"stacks": {"a": ["w1"]}}),
     *({"stacks": {"a": ["table"]}}, {"stacks": {"f": ["w13_EF2D"]}}, {"stacks": {"a": 3}}),
-    {"stacks": {"attention.out_proj": ["up"]}},
+    *({"stacks": {"attention": ["up"]}}, {"stacks": {"": ["up"]}}),
 ]
 
 
 def test_complaints() -> None:
     parts = {"model": Model(), "attention": nn.MultiheadAttention(DIM, 2)}
     model = nn.ModuleDict({**parts, "a": Unknown(), "experts": Unknown(), "f": Fused()})
-    model["attention"].out_proj.bias = None
     calls = [functools.partial(convert, model, **options) for options in COMPLAINTS]
-    for options in ({"skip": ["x"]}, {"stacks": {"": ["x"]}}):
-        calls.append(functools.partial(convert, nn.ReLU(), **options))
-    texts = refused(*calls)
+    texts = refused(*calls, lambda: convert(nn.ReLU(), skip=["x"]))
     assert converted_names(model) == fp8_names(model) == []
     assert_expected_inline(
         texts,
@@ -148,9 +143,9 @@ ValueError: stacks names 'w13_EF2D' of 'f', experts with 4 dimensions, which sev
   projections share: expected a parameter [E, N, K] or [E, K, N]
 TypeError: stacks has 'a': 3: expected a pattern with a list of the names of stacks, e.g.
   {'*.experts': ['w1', 'w2']}
-ValueError: stacks names 'up' of 'attention.out_proj', which has no such parameter: its
-  parameters are weight
+ValueError: stacks names 'up' of 'attention', which has no such parameter: its parameters are
+  in_proj_weight, in_proj_bias
+ValueError: stacks names 'up' of '', which has no such parameter: its parameters are none
 ValueError: skip pattern 'x' matches no weight of this ReLU that could be converted: expected a
-  pattern of the names of linears or modules above them; names of such weights end in none
-ValueError: stacks names 'x' of '', which has no such parameter: its parameters are none""",
+  pattern of the names of linears or modules above them; names of such weights end in none""",
     )

@@ -124,9 +124,7 @@ def finished_casts() -> Iterator[Case]:
         yield Case(partial(TRITON.transpose, x))
         yield Case(partial(TRITON.transpose, flipped))
     for shape, rows, dtype in (
-        ((256, 512), 1, BF16),
-        ((129, 130), 1, FP32),
-        ((300, 576), 128, FP16),
+        *(((256, 512), 1, BF16), ((129, 130), 1, FP32), ((300, 576), 128, FP16)),
         ((3, 129, 130), 128, BF16),
     ):
         yield Case(partial(TRITON.dequantize, cast_like(*shape, rows=rows), dtype))
@@ -136,8 +134,7 @@ def casts_by_groups() -> Iterator[Case]:
     for (dtype, k, experts, rowwise), square in product(
         [
             *product([BF16, FP32], [2048], [8], [True, False]),
-            (FP16, 136, 256, True),
-            (FP32, 130, 1000, True),
+            *((FP16, 136, 256, True), (FP32, 130, 1000, True)),
         ],
         [False, True],
     ):

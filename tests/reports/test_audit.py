@@ -141,11 +141,9 @@ class Output:
 @pytest.mark.parametrize(
     "wrap",
     [
-        lambda loss, y: Output(loss, y),
-        lambda loss, y: {"loss": loss, "logits": y},
+        *(lambda loss, y: Output(loss, y), lambda loss, y: {"loss": loss, "logits": y}),
         lambda loss, y: Output(None, loss),
-        lambda loss, y: {"loss": None, "logits": (loss, [3])},
-        lambda loss, y: (loss, TOKENS),
+        *(lambda loss, y: {"loss": None, "logits": (loss, [3])}, lambda loss, y: (loss, TOKENS)),
     ],
 )
 def test_backward_begins_at_the_loss(wrap: Callable[[Tensor, Tensor], Any]) -> None:
@@ -161,14 +159,8 @@ def test_backward_begins_at_the_loss(wrap: Callable[[Tensor, Tensor], Any]) -> N
 
 
 def test_outputs_without_a_loss_and_keywords_of_the_model() -> None:
-    model = Calls(
-        lambda m, x: {
-            **{"a": m.lin(x), "b": (m.lin(2 * x), TOKENS), "c": None},
-            "complex": torch.complex(m.lin(x), x @ torch.ones(32, 48)),
-        }
-    )
-    kinds = ["fprop"] * 3 + ["forward"] + ["wgrad"] * 2
-    assert [e.kind for e in audit(model, X).entries] == kinds
+    model = Calls(lambda m, x: {"a": m.lin(x), "b": (m.lin(x + 1), TOKENS, None, 1j * m.lin(x))})
+    assert [e.kind for e in audit(model, X).entries] == ["fprop"] * 3 + ["wgrad"] * 2
     given: dict[str, Any] = {}
     model = Calls(lambda m, x, **kwargs: given.update(kwargs) or m.lin(x))
     audit(model, x=X, loss=1, backward=2, step=3, args=4)

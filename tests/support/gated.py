@@ -158,9 +158,7 @@ class WeightShapes(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def before(
-    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, note: Callable[..., object]
-) -> None:
+def before(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, note: Any) -> None:
     """Call ``note`` with the arguments of a function before it runs."""
     function = getattr(owner, name)
 

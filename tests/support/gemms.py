@@ -28,9 +28,7 @@ class Shape(NamedTuple):
     k: int
 
 
-def shapes(
-    seed: int, count: int, sizes: tuple[int, ...], accepted: Callable[[Shape], bool]
-) -> Iterator[Shape]:
+def shapes(seed: int, count: int, sizes: Any, accepted: Any) -> Iterator[Shape]:
     """``count`` distinct seeded shapes of ``sizes``, each size met as M, N and K early on."""
     draw = random.Random(seed)
     found: set[Shape] = set()

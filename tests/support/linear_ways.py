@@ -59,9 +59,7 @@ def assert_all_equal(actual: list[Tensor | None], expected: list[Tensor | None])
         assert a is not None and b is not None and torch.equal(a, b)
 
 
-def gone_when(
-    monkeypatch: pytest.MonkeyPatch, op: str, held: list[Callable[[], bool]]
-) -> list[bool]:
+def gone_when(monkeypatch: pytest.MonkeyPatch, op: str, held: Any) -> list[bool]:
     """Return a list to which each run of the reference's ``op`` adds which of ``held`` are gone."""
     gone: list[bool] = []
     function = getattr(reference, op)

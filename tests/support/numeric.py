@@ -49,9 +49,7 @@ def block_scale(block: np.ndarray, power_of_two: bool) -> np.float32:
 
 
 @np.errstate(invalid="ignore", under="ignore")  # Inf / Inf, and tiny quotients
-def cast_by_blocks(
-    x: Tensor, block: tuple[int, int], power_of_two: bool
-) -> tuple[np.ndarray, np.ndarray]:
+def cast_by_blocks(x: Tensor, block: Any, power_of_two: bool) -> tuple[np.ndarray, np.ndarray]:
     """Bytes and scales of the cast of a matrix, one block after another."""
     values = x.float().numpy()
     quotients = np.zeros(values.shape, np.float32)

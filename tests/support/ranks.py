@@ -267,9 +267,7 @@ def _stderr(folder: str, rank: int) -> Path:
     return Path(folder, f"stderr_{rank}")
 
 
-def _serve(
-    rank: int, world: int, device: str, folder: str, pipe: Any, options: dict[str, Any]
-) -> None:
+def _serve(rank: int, world: int, device: str, folder: str, pipe: Any, options: Any) -> None:
     """A rank: answers one call after the other, until the other end of the pipe is gone."""
     with _stderr(folder, rank).open("wb") as file:
         os.dup2(file.fileno(), 2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -52,9 +52,7 @@ def assert_bits(actual: Results, wanted: Results) -> None:
         assert torch.equal(a, b)
 
 
-def losses_of(
-    loss: Callable[[], Tensor], optimizer: torch.optim.Optimizer, steps: int
-) -> list[float]:
+def losses_of(loss: Any, optimizer: torch.optim.Optimizer, steps: int) -> list[float]:
     """Train for some steps, and return the loss before each."""
     losses = []
     for _ in range(steps):

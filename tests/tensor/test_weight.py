@@ -118,8 +118,7 @@ def test_what_the_keys_of_compile_caches_tell_apart() -> None:
     different = [
         *(w, w.detach(), w.t(), w[:64], frozen, frozen.t()),
         *(quantized(N, K), quantized(N, K, columnwise=False)),
-        linear(N, K, dtype=torch.float16).weight,
-        linear(N, K, recipe=POWER_OF_TWO).weight,
+        *(linear(N, K, dtype=torch.float16).weight, linear(N, K, recipe=POWER_OF_TWO).weight),
     ]
     keys = [x._stable_hash_for_caching() for x in different]
     assert len(set(keys)) == len(keys)

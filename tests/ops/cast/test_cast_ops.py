@@ -27,9 +27,7 @@ SHAPES = [(0, 128), (1, 1), (128, 0), (127, 129), (128, 300), (160, 10), (272, 1
 
 @every_format
 @pytest.mark.parametrize("shape", [*SHAPES, (3, 130, 70), (16, 130, 70)], ids=str)
-def test_quantize_transpose(
-    shape: tuple[int, ...], format: BlockFormat, device: torch.device
-) -> None:
+def test_quantize_transpose(shape: Any, format: BlockFormat, device: torch.device) -> None:
     for dtype in (torch.bfloat16, torch.float32):
         x = randn(*shape, dtype=dtype, device=device)
         transposed = reference.transpose(reference.quantize_rowwise(x.cpu(), format))
@@ -43,8 +41,7 @@ def test_quantize_transpose(
 @pytest.mark.parametrize(
     ("x", "want"),
     [
-        (randn(160, 70), ["quantize_columnwise"]),
-        (randn(70, 150).t(), ["quantize_rowwise"]),
+        *((randn(160, 70), ["quantize_columnwise"]), (randn(70, 150).t(), ["quantize_rowwise"])),
         (randn(150, 70), ["quantize_rowwise", "transpose"]),
     ],
 )
@@ -145,8 +142,7 @@ def parts_of(
     for top, bottom in zip([0, *row_cuts], [*row_cuts, x.shape[-2]], strict=True):
         for left, right in zip([0, *col_cuts], [*col_cuts, x.shape[-1]], strict=True):
             blocks = (
-                ...,
-                slice(top // rows, ceil_div(bottom, rows)),
+                *(..., slice(top // rows, ceil_div(bottom, rows))),
                 slice(left // cols, ceil_div(right, cols)),
             )
             found.append((x[..., top:bottom, left:right], top % rows, left % cols, blocks))
@@ -191,9 +187,7 @@ def test_parts_make_the_whole(
 @pytest.mark.parametrize(
     "format",
     [
-        BLOCKS_1X128,
-        formats.BLOCKS_1X128_POW2,
-        BlockFormat("32x64", (32, 64)),
+        *(BLOCKS_1X128, formats.BLOCKS_1X128_POW2, BlockFormat("32x64", (32, 64))),
         BlockFormat("1x32", (1, 32), "power_of_two"),
     ],
     ids=lambda format: format.name,

@@ -90,9 +90,7 @@ OTHER, NO_KERNELS = formats.BlockFormat("1x32", (1, 32)), f"{SLOW} no kernels fo
         (HOPPER, {"b_format": OTHER}, "reference", NO_KERNELS),
     ],
 )  # fmt: skip
-def test_the_choice(
-    pretend: Pretend, gpu: tuple[Any, ...], change: dict[str, Any], name: str, reason: str
-) -> None:
+def test_the_choice(pretend: Pretend, gpu: Any, change: Any, name: str, reason: str) -> None:
     pretend(*gpu)
     problem = replace(PROBLEM, **change)
     is_slow = name == "reference" and problem.device == CUDA
@@ -137,8 +135,7 @@ def test_the_rounding_of_scales_makes_no_difference(pretend: Pretend, fast: bool
     [
         {"bias": FP32, "out_dtype": FP16},
         {"m": 7168, "n": 2048, "k": 4096, "b_format": BLOCKS_1X128},
-        {"m": 64, "n": 2048, "k": 7168},
-        {"m": 4097, "n": 129, "k": 2055},
+        *({"m": 64, "n": 2048, "k": 7168}, {"m": 4097, "n": 129, "k": 2055}),
     ],
 )
 def test_hopper_runs_its_own_kernel(pretend: Pretend, change: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -73,8 +74,7 @@ def test_a_backend_is_given_rows_as_it_reads_them(
 @pytest.mark.parametrize(
     ("format", "of_a_row"),
     [
-        (BLOCKS_128X128, BLOCKS_1X128),
-        (formats.BLOCKS_128X128_POW2, formats.BLOCKS_1X128_POW2),
+        *((BLOCKS_128X128, BLOCKS_1X128), (formats.BLOCKS_128X128_POW2, formats.BLOCKS_1X128_POW2)),
         (BLOCKS_1X128, BLOCKS_1X128),
     ],
 )
@@ -89,9 +89,7 @@ def test_a_single_row_of_squares_is_a_row_for_kernels(
         assert_same(gemm(a, b), reference.gemm(a, b, None, torch.bfloat16))
     chosen = [(problem.a_format, problem.b_format) for problem in watched.problems]
     assert chosen == [
-        (of_a_row, BLOCKS_1X128),
-        (BLOCKS_1X128, of_a_row),
-        (of_a_row, of_a_row),
+        *((of_a_row, BLOCKS_1X128), (BLOCKS_1X128, of_a_row), (of_a_row, of_a_row)),
         (format, BLOCKS_1X128),
     ]
     assert [(a.format, b.format) for a, b, *_ in watched.given] == chosen
@@ -130,9 +128,7 @@ def test_sum_and_bias_are_rounded_once(blocks: tuple[int, int], rng: Generator) 
 @pytest.mark.parametrize(
     ("a_block", "b_block"), [((1, 32), (1, 32)), ((1, 128), (64, 64)), ((2, 48), (32, 32))]
 )
-def test_blocks_of_other_sizes(
-    a_block: tuple[int, int], b_block: tuple[int, int], rng: Generator
-) -> None:
+def test_blocks_of_other_sizes(a_block: Any, b_block: Any, rng: Generator) -> None:
     """Sums are promoted wherever a scale of either side changes."""
     a_format, b_format = BlockFormat("a", a_block), BlockFormat("b", b_block)
     for m, n, k in ((130, 65, 300), (1, 1, 1), (5, 3, 96), (3, 5, 0)):
@@ -152,9 +148,7 @@ def test_partial_products_are_scaled_before_they_are_summed() -> None:
 
 @pytest.mark.parametrize("blocks", BLOCKS)
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_bad_block_spoils_the_outputs_it_enters(
-    blocks: tuple[int, int], bad: float, rng: Generator
-) -> None:
+def test_a_bad_block_spoils_the_outputs_it_enters(blocks: Any, bad: float, rng: Generator) -> None:
     x = torch.randn(300, 300, generator=rng)
     x[140, 290] = bad
     a = reference.quantize_rowwise(x, FORMATS[blocks[0]])

@@ -6,6 +6,7 @@ Their reference casts what autograd computes in eager mode, bit for bit.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -51,22 +52,17 @@ EIGHTS = "reads fp16 and fp32 in whole vectors of eight elements"
 @pytest.mark.parametrize(
     ("name", "sources", "reason"),
     [
-        ("gluon", HALVES, None),
-        ("triton", HALVES, None),
+        *(("gluon", HALVES, None), ("triton", HALVES, None)),
         ("gluon", (HALVES[0], ODD), "reads rows of whole 32-bit words"),
         ("triton", (HALVES[0], ODD), None),
         ("triton", (HALVES[0], ACROSS), "reads rows of unit stride"),
         ("reference", (HALVES[0], ACROSS), None),
         ("triton", 3 * (WIDE,), "computes from three tensors in bf16 alone: others would spill"),
-        ("gluon", 3 * (WIDE,), None),
-        ("triton", (WIDE.new_empty(128, 258),), EIGHTS),
-        ("triton", (WIDE.new_empty(128, 264)[:, :258],), EIGHTS),
-        ("triton", (WIDE,), None),
+        *(("gluon", 3 * (WIDE,), None), ("triton", (WIDE.new_empty(128, 258),), EIGHTS)),
+        *(("triton", (WIDE.new_empty(128, 264)[:, :258],), EIGHTS), ("triton", (WIDE,), None)),
     ],
 )
-def test_who_takes_which_layouts(
-    name: str, sources: tuple[Tensor, ...], reason: str | None
-) -> None:
+def test_who_takes_which_layouts(name: str, sources: Any, reason: str | None) -> None:
     assert [backend.name for backend in PRODUCER_BACKENDS] == ["gluon", "triton", "reference"]
     problem = ProducerProblem(sources, BLOCKS_1X128, BLOCKS_1X128)
     assert kernels(name, PRODUCER_BACKENDS).backend.declines(problem) == reason

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -70,9 +71,7 @@ CUTS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("cut", CUTS)
 @every_block
 @every_form
-def test_a_part_has_the_values_of_the_whole(
-    block: tuple[int, int], forms: tuple[bool, bool], cut: str
-) -> None:
+def test_a_part_has_the_values_of_the_whole(block: Any, forms: Any, cut: str) -> None:
     x = made(300, 320, block=block, forms=forms)
     part = CUTS[cut](x)
     assert isinstance(part, BlockwiseFP8Tensor)
@@ -185,11 +184,7 @@ def test_stacks_and_leading_dimensions() -> None:
         x[1:]
     for refused, error, message in (
         (lambda: x[:, 1:], NotImplementedError, "a slice along dimension 1 of a BlockwiseFP8Tens"),
-        (
-            lambda: stack.select(1, 0),
-            NotImplementedError,
-            r"select\(1, 0\) of a BlockwiseFP8Tensor",
-        ),
+        (lambda: stack.select(1, 0), NotImplementedError, r"select\(1, 0\) of a BlockwiseFP8T"),
         (lambda: stack.select(0, 3), IndexError, "index 3 of a dimension of 3"),
     ):
         with pytest.raises(error, match=message):

@@ -201,9 +201,7 @@ def test_copy_of_another_kind_is_refused() -> None:
 
 
 @every_block
-def test_to_another_dtype_changes_the_label_only(
-    block: tuple[int, int], device: torch.device
-) -> None:
+def test_to_another_dtype_changes_the_label_only(block: Any, device: torch.device) -> None:
     x = quantized(5, 200, block=block, device=device)
     for y, dtype in ((x.half(), torch.float16), (x.to(torch.float32), torch.float32)):
         assert y.dtype == dtype
@@ -226,9 +224,7 @@ def test_to_and_from_the_gpu(block: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("shape", [(200, 300), (3, 200, 130)])
-def test_a_plain_tensor_takes_the_values_of_a_weight(
-    shape: tuple[int, ...], dtype: torch.dtype
-) -> None:
+def test_a_plain_tensor_takes_the_values_of_a_weight(shape: Any, dtype: torch.dtype) -> None:
     """Every value fits fp32; wider than it, and in other dtypes, they are those of the weight."""
     weight = quantized(*shape, block=SQUARE)
     for x in (weight, weight.mT):

@@ -55,10 +55,8 @@ def test_a_wave_more_takes_its_time() -> None:
 @pytest.mark.parametrize(
     ("shape", "b_block", "expected"),
     [
-        ((4096, 18432, 56), 128, "square 256x128"),
-        ((512, 2048, 16), 128, "square 64x128"),
-        ((4096, 4096, 32), 1, "rows 256x128"),
-        ((512, 2048, 32), 1, "rows 64x128"),
+        *(((4096, 18432, 56), 128, "square 256x128"), ((512, 2048, 16), 128, "square 64x128")),
+        *(((4096, 4096, 32), 1, "rows 256x128"), ((512, 2048, 32), 1, "rows 64x128")),
     ],
 )
 def test_the_choice(shape: tuple[int, int, int], b_block: int, expected: str) -> None:
