@@ -311,12 +311,11 @@ def _why_left_alone(module: nn.Module, key: str, parameter: Tensor, named: Named
     for kinds, why in _OTHERS:
         if isinstance(module, kinds):
             return why
-    if not is_lazy(parameter):
-        in_experts = _kind_of_experts(module) is not None
-        if parameter.ndim > 3 and in_experts:
-            return why_not_a_stack(parameter)
-        if parameter.ndim == 3 and len(parameter) > 1:
-            return f"stack of matrices: in {kind_of(module)}; stacks={{...}} would name it"
-        if in_experts and "bias" in key:
-            return "bias of experts"
+    in_experts = _kind_of_experts(module) is not None
+    if parameter.ndim > 3 and in_experts:
+        return why_not_a_stack(parameter)
+    if parameter.ndim == 3 and len(parameter) > 1:
+        return f"stack of matrices: in {kind_of(module)}; stacks={{...}} would name it"
+    if in_experts and "bias" in key:
+        return "bias of experts"
     return f"not the weight of a linear: in {kind_of(module)}"
