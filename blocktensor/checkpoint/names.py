@@ -184,9 +184,8 @@ def pretrained_names(model: nn.Module, stacks: Container[str]) -> dict[str, Name
     found = {}
     for prefix, inner in _pretrained(model):
         state = inner.state_dict(keep_vars=True)
-        tensors = {name: x for name, x in state.items() if isinstance(x, Tensor)}
-        experts = {name: len(x) for name, x in tensors.items() if prefix + name in stacks}
-        for name, other in _reverted(inner, list(tensors), experts).items():
+        experts = {name: len(x) for name, x in state.items() if prefix + name in stacks}
+        for name, other in _reverted(inner, list(state), experts).items():
             templates = tuple(prefix + template for template in other.templates)
             found[prefix + name] = other._replace(templates=templates)
     return found

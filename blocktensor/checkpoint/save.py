@@ -130,7 +130,7 @@ def _plain_weights(model: nn.Module) -> Iterator[str]:
         keys = ("weight",) if isinstance(module, nn.Linear) else stacks_of(module)
         for key in keys:
             if fp8_part(getattr(module, key)) is None:
-                yield f"{prefix}.{key}" if prefix else key
+                yield f"{prefix}.{key}".lstrip(".")
 
 
 def _config_of(model: nn.Module) -> dict[str, Any]:
@@ -197,7 +197,7 @@ def _write(shards: Mapping[Path, list[Unit]], folder: Path, ranks: Ranks) -> dic
             for _, stored in itertools.islice(stored_units, len(members)):
                 places |= dict.fromkeys(stored, file.name)
                 size += sum(x.nbytes for x in stored.values())
-                if turn % ranks.size != ranks.index or failure is not None:
+                if turn % ranks.size != ranks.index:
                     continue
                 try:
                     writing.result()
@@ -206,7 +206,7 @@ def _write(shards: Mapping[Path, list[Unit]], folder: Path, ranks: Ranks) -> dic
                     if ranks.size == 1:
                         raise
                     failure = error
-            if held and failure is None:
+            if held:
                 writing = pool.submit(write, file, held)
     if failure is not None:
         raise failure

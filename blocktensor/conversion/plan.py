@@ -171,7 +171,7 @@ def _small_on_average(matrices: Sequence[Matrix], choices: Choices) -> dict[Matr
     sizes = {
         matrix: math.prod(matrix.parameter.shape)
         for matrix in matrices
-        if matrix.is_chosen and matrix.parameter.ndim == 2 and not is_lazy(matrix.parameter)
+        if matrix.is_chosen and matrix.parameter.ndim == 2  # not a lazy one, of one dimension
         and fp8_part(matrix.parameter) is None
     }  # fmt: skip
     left: dict[Matrix, str] = {}

@@ -60,8 +60,8 @@ class Experts(Gated):
         return {x: p for x, p in stacks.items() if fp8_part(p) is not None}
 
     @classmethod
-    def _weight(cls, module: nn.Module, name: str | None) -> Any:
-        return module._parameters.get(name or "")
+    def _weight(cls, module: nn.Module, name: str) -> Any:
+        return module._parameters.get(name)
 
     @classmethod
     def _why_unlike(cls, module: nn.Module, linears: tuple[str, str, str], act: str | None) -> str:
@@ -91,7 +91,7 @@ class Experts(Gated):
         }
         verified = tuple(dtypes for dtypes, why in reasons.items() if why is None)
         if not verified:
-            return None, next(iter(reasons.values())) or ""
+            return None, str(next(iter(reasons.values())))
         made = replace(self, dtypes=verified)
         if not (dist.is_available() and dist.is_initialized()):
             return made, ""

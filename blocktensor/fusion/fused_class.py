@@ -64,7 +64,7 @@ class Fused(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> Any:
         made = super().__reduce_ex__(protocol)
         is_ours = type(self).__dict__.get("_class_before") is not None
-        if not is_ours or not isinstance(made, tuple) or made[0] is not copyreg.__newobj__:  # type: ignore[attr-defined]
+        if not is_ours or made[0] is not copyreg.__newobj__:  # type: ignore[attr-defined]
             return made
         return rebuild, (self._class_before,), *made[2:]  # no module holds the class by name
 

@@ -209,23 +209,21 @@ def _make_scales(weights: Sequence[_Weight]) -> None:
 
 def _gathered(items: Sequence[_Item], limit: int) -> Iterator[Quantized | Tensor]:
     """Yield all items whole."""
-    ahead: Callable[[], Iterator[Quantized | Tensor]] | None = None
+    ahead: Callable[[], Iterator[Quantized | Tensor]] = lambda: iter(())  # noqa: E731
     receive = None
     try:
         for batch in _batches(items, limit):
             receive = _send_stacked(batch) if batch[0].layout.is_stacked else _send(batch)
-            if ahead is not None:
-                yield from ahead()
-            ahead, receive = receive, None
-        if ahead is not None:
             yield from ahead()
+            ahead, receive = receive, None
+        yield from ahead()
     finally:
         if receive is not None:  # abandoned: torch keeps what nobody has waited for
             next(receive())
 
 
 def _batches(items: Sequence[_Item], limit: int) -> Iterator[list[_Item]]:
-    """Divide items into runs that are cut alike and have at most ``limit`` bytes, or one item."""
+    """Divide items (at least one) into runs, cut alike, of ``limit`` bytes at most or one item."""
     batch: list[_Item] = []
     size = 0
     for item in items:
@@ -236,8 +234,7 @@ def _batches(items: Sequence[_Item], limit: int) -> Iterator[list[_Item]]:
             batch, size = [], 0
         batch.append(item)
         size += more
-    if batch:
-        yield batch
+    yield batch
 
 
 def _send_stacked(batch: Sequence[_Item]) -> Callable[[], Iterator[Quantized | Tensor]]:

@@ -179,10 +179,10 @@ def _weights_of(module: nn.Module) -> dict[str, Any]:
 
 def _common_recipe(weights: dict[str, Any]) -> Recipe | None:
     """Return the recipe of all weights; None if one is not converted, or there are none."""
-    found = {name: fp8_local(weight) for name, weight in weights.items()}
+    found: dict[str, Any] = {name: fp8_local(weight) for name, weight in weights.items()}
     if not found or None in found.values():
         return None
-    recipes = {local.recipe: name for name, local in found.items() if local is not None}
+    recipes = {local.recipe: name for name, local in found.items()}
     if len(recipes) > 1:
         lines = "; ".join(f"{name!r} has {recipe}" for recipe, name in recipes.items())
         raise ValueError(

@@ -124,8 +124,8 @@ class BlockwiseFP8Quantizer(HfQuantizer):  # type: ignore[misc,unused-ignore]
         if config.frozen:
             model.requires_grad_(False)
         if self._stored is not None:
-            device = next((x.device for x in model.parameters() if not x.is_meta), None)
-            self._stored.load(model, config.recipe, device or torch.device("cpu"))
+            devices = (x.device for x in model.parameters() if not x.is_meta)
+            self._stored.load(model, config.recipe, next(devices, torch.device("cpu")))
             _dequantize_skipped(model, config.skip)
             if not config.frozen:
                 unfreeze(model)

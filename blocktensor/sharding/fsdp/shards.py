@@ -91,16 +91,15 @@ class FP8Shard(GatheredTrainable):
     @classmethod
     def _other_op(cls, func: Any, args: Any, kwargs: Any) -> Any:
         out = on_master(func, args, kwargs)
-        first = args[0] if args else None
+        first = args[0]
         if not isinstance(first, FP8Shard) or not (func in _COPIES or func in _VIEWS):
             return out
         ranks = (2, 3) if func in _VIEWS else (first.ndim,)
         return torch.utils._pytree.tree_map(lambda x: first._with_rows(x, ranks), out)
 
-    def _with_rows(self, rows: Any, ranks: tuple[int, ...]) -> Any:
+    def _with_rows(self, rows: Tensor, ranks: tuple[int, ...]) -> Tensor:
         """Return a shard of the same weight with other rows, or what cannot be such rows."""
-        is_part = isinstance(rows, Tensor) and rows.ndim in ranks
-        if not is_part or not (rows.is_floating_point() or rows.is_complex()):
+        if rows.ndim not in ranks or not (rows.is_floating_point() or rows.is_complex()):
             return rows
         shard = FP8Shard(rows, self.recipe)
         if shard.device != self.device:
@@ -176,7 +175,7 @@ class FrozenShard(GatheredFrozen):
             first.data_rows.copy_(others[0].data_rows)
             first.scale.copy_(others[0].scale)
             return first
-        if not isinstance(first, FrozenShard) or func not in _ON_BYTES:
+        if func not in _ON_BYTES:  # whose only tensor is the first argument
             _refuse_values(str(func))
         rows = first.data_rows if func in _ALIASES else func(first.data_rows, *others, **kwargs)
         if not isinstance(rows, Tensor) or rows.ndim != first.ndim:
