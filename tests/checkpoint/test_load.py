@@ -29,7 +29,7 @@ from blocktensor import (
 from blocktensor.checkpoint import load as module
 from blocktensor.recipe import DEFAULT_RECIPE
 from blocktensor.reports import LoadReport
-from tests.support.checkpoint_experts import Tensors, rewrite
+from tests.support.checkpoint_experts import Tensors, read, rewrite
 from tests.support.checkpoint_models import (
     INDEX,
     OLD,
@@ -249,6 +249,8 @@ def test_extra_states_that_are_tensors(tmp_path: Path) -> None:
     assert load_fp8(model, folder).plain == ("0.bias", "1.bias", "0._extra_state", "1._extra_state")
     with pytest.raises(CheckpointError, match="2 unexpected"):  # as torch, without the method
         load_fp8(nn.Sequential(nn.Linear(K, N), nn.Linear(K, N)), folder)
+    source[0].seen = {}
+    assert "0._extra_state" not in read(save_fp8(source, tmp_path / "other"))
     blank(folder)
     assert all(torch.equal(x.seen, torch.arange(3)) for x in model)
 

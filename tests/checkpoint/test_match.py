@@ -157,6 +157,7 @@ def test_masters_of_trainable_experts(tmp_path: Path) -> None:
     assert torch.equal(bits(stack.rowwise().data), bits(data))
     assert torch.equal(stack.rowwise().scale, scale)
     assert torch.equal(half.master, before.half())
+    assert_refused(tmp_path, layer(1, frozen=True), "BF16, the model's is frozen in FP8")
     model = on_meta()
     load_fp8(model, tmp_path)
     assert torch.equal(model.experts.gate_up_proj, plain.gate_up_proj)
@@ -228,6 +229,7 @@ FAULTS: dict[str, tuple[Callable[[Tensors], object], str]] = {
      r"expert of 'experts.gate_up_proj' \[3, 256, 200\]"),
     "missing scales": (drop("experts.2.up_proj.weight_scale_inv"),
      r"'experts.2.up_proj.weight' is FP8 and has no scales"),
+    "another dtype": (changed("router", lambda x: x.to(torch.float8_e5m2)), "has dtype F8_E5M2"),
     "an infinite scale": (
      changed("experts.2.down_proj.weight_scale_inv", lambda x: x + tensor([[0], [torch.inf]])),
      r"'experts.2.down_proj.weight_scale_inv': the scale of block \[1, 0\] is inf"),

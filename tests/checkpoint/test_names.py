@@ -53,6 +53,9 @@ def test_they_are_those_it_writes(tmp_path: Path, kind: str) -> None:
 def test_models_inside_of_a_module() -> None:
     holder = nn.Module()
     holder.a, holder.b = nn.Linear(2, 2), transformers_moe("mixtral")
+    holder.register_parameter("w1", None)
+    holder.w2 = nn.Parameter(torch.ones(2, 2))
+    assert possible_names(holder)["w2"] == [whole("w2")]
     stacks = {name for name, x in holder.named_parameters() if x.ndim == 3}
     stack = "b.model.layers.1.mlp.experts.down_proj"
     found = pretrained_names(holder, stacks)
@@ -122,6 +125,7 @@ REVERTED: dict[str, tuple[int, Callable[[Tensors], Tensors], dict[str, Names]]] 
     "of stacks, too": (4, matrices_unless(STACK), {}),
     # as of a model whose experts are of two kinds
     "stacks that are cut otherwise": (4, halves_of_all_experts, {}),
+    "names that do not count": (4, lambda x: renaming({"a.2.weight": "b"})(matrices(x)), {}),
     # half an expert of one and half an expert of another are no expert of either
     "matrices of several stacks": (1, halves_of_two_experts, {}),
 }

@@ -204,6 +204,8 @@ def test_what_is_copied_is_no_weight() -> None:
     assert torch.equal(plain(module.weight), ordinary.weight)
     with pytest.raises(RuntimeError, match="size mismatch for weight"):
         linear(N, K, frozen=True).load_state_dict({"weight": torch.ones(3)})
+    with pytest.raises(RuntimeError, match=r"expected torch.Tensor .* but received .*list"):
+        linear(N, K, frozen=True).load_state_dict({"weight": [1.0]})
 
 
 def test_a_tied_layer_takes_a_plain_weight_and_stays_in_fp8() -> None:

@@ -91,6 +91,7 @@ class Torchtitan(MLP):
         super().__init__()
         del self.act_fn
         self.register_buffer("limit", None)
+        self._modules |= dict.fromkeys(MLP.names)  # None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.w2(F.silu(self.w1(x)) * self.w3(x))

@@ -73,6 +73,9 @@ PLANTED: dict[str, Callable[[], nn.Module]] = {
     "a bias": Biased,
     "a layer norm": lambda: nn.LayerNorm(K, bias=False),
     "no weight": lambda: nn.RMSNorm(K, elementwise_affine=False),
+    "a weight of two dimensions": lambda: Norm((1, K)),
+    "no epsilon": lambda: Norm(eps=1),
+    "another forward": lambda: vars(norm := Norm()).update(forward=norm.scaled) or norm,
 }
 
 
@@ -96,7 +99,10 @@ by torch: torch computes it in one kernel
 by torch in parts: torch computes it in one kernel
 a bias: has more than a weight: bias
 a layer norm: differs in its output
-no weight: it has no weight [K]""",
+no weight: it has no weight [K]
+a weight of two dimensions: it has no weight [K]
+no epsilon: has no epsilon (an attribute variance_epsilon, eps, epsilon, norm_eps)
+another forward: its forward was replaced on the instance""",
     )
 
 

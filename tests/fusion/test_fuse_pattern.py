@@ -100,6 +100,7 @@ def test_modules_that_are_no_gated_mlp_by_their_looks() -> None:
         with_(lambda mlp: mlp.register_buffer("limit", torch.ones(()))),
         with_(lambda mlp: mlp.add_module("drop", nn.Dropout(0.0))),
         with_(lambda mlp: setattr(mlp, "act_fn", nn.PReLU(init=0.0))),
+        converted(MLP(act=nn.Sequential(nn.SiLU()))),
         with_(lambda mlp: setattr(mlp, "up_proj", plain_linear)),
         with_(lambda mlp: setattr(mlp, "up_proj", nn.Identity())),
         with_(lambda mlp: setattr(mlp, "forward", lambda x: x)),
@@ -118,6 +119,7 @@ def test_modules_that_are_no_gated_mlp_by_their_looks() -> None:
 has more than linears and an activation: scale
 has more than linears and an activation: limit
 has more than linears and an activation: drop
+has more than linears and an activation: act_fn
 has more than linears and an activation: act_fn
 up_proj is not in FP8
 up_proj is a Identity, not an nn.Linear

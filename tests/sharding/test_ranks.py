@@ -47,6 +47,8 @@ def test_who_does_not_come_is_named(device: str, monkeypatch: pytest.MonkeyPatch
     shard(model, DeviceMesh.from_group(group, device))
     with pytest.raises(RuntimeError, match=r"^rank 0 waited 1 s for rank 1 to compare sharded FP8"):
         model(batch(0, device))
+    with pytest.raises(RuntimeError, match="to compare things, of which it has one: convert"):
+        ranks.agree("things", ["one"], group)
 
 
 @on_ranks(2, gpus=())
@@ -62,7 +64,7 @@ def test_who_disagrees_stays_until_all_have_read(
     dist.barrier()
     begun = time.monotonic()
     with pytest.raises(RuntimeError, match=f"^ranks disagree on things: rank {rank} has {rank}, "):
-        ranks.agree("things", [str(rank)], mesh.get_group())
+        ranks.agree("things", ["alike", str(rank)], mesh.get_group())
     assert time.monotonic() - begun > 0.6  # rank 1 has read twice
 
 

@@ -106,9 +106,9 @@ def test_few_weights_are_gathered_before_they_are_used(
         return gather(parts, group)
 
     monkeypatch.setattr(whole_module, "_gather", watched)
-    mesh = shared_mesh(device, world, names=("all",))
+    mesh = shared_mesh(device, 1, world, names=("one", "all"))
     weights = [
-        distribute_tensor(randn(n, 128, device=device), mesh, [Shard(0)])
+        distribute_tensor(randn(n, 128, device=device), mesh, [Shard(1), Shard(0)])
         for n in (128, 128, 256, *[128] * 12)
     ]
     for weight in weights:
@@ -141,10 +141,13 @@ def test_what_is_abandoned_is_waited_for(world: int, device: str) -> None:
 @on_ranks(2, gpus=())
 def test_the_default_device_may_be_meta(world: int, device: str) -> None:
     plain = randn(77, 131)  # of a size that no other test has cut
-    cut = distribute_tensor(plain, shared_mesh(device, world, names=("all",)), [Shard(0)])
+    mesh = shared_mesh(device, world, names=("all",))
+    cuts = (plain, Shard(0)), (torch.tensor(3.0), Replicate())
+    cut = [distribute_tensor(x, mesh, [placement]) for x, placement in cuts]
     with torch.device("meta"):
-        made = whole(cut)
-    assert_same(*made, plain)
+        made = whole(*cut)
+    assert_same(made[0], plain)
+    assert made[1].item() == 3
 
 
 @on_ranks(2, gpus=())

@@ -18,7 +18,7 @@ from tests.support.mlps import MLP, K, converted
 class Norm(nn.Module):
     """An RMS norm as transformers' Llama writes it; subclasses differ from it."""
 
-    def __init__(self, size: int = K, eps: float = 1e-5) -> None:
+    def __init__(self, size: Any = K, eps: float = 1e-5) -> None:
         super().__init__()
         self.weight, self.variance_epsilon = nn.Parameter(torch.ones(size)), eps
 

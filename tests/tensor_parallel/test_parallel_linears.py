@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 from blocktensor import Recipe, convert, freeze, quantize
@@ -184,6 +184,26 @@ def test_an_output_that_is_cut_by_features(mesh: DeviceMesh) -> None:
     module = parallelize_module(converted(), mesh, RowwiseParallel(output_layouts=Shard(-1)))
     assert_same(module(x), my_part(mesh, whole(x), -1))
     assert_same(module(quantize(x)), module(x))
+    module = parallelize_module(converted(), mesh, RowwiseParallel(output_layouts=Shard(0)))
+    for needs_dx in (True, False):
+        y = module(x.clone().requires_grad_(needs_dx))
+        with Wire() as wire:
+            y.sum().backward()
+        assert len(wire.gathered) == 1 + 2 * needs_dx  # bf16 rows; bytes and scales
+
+
+@on_ranks(2, gpus=())
+def test_plain_inputs_of_other_layouts(mesh: DeviceMesh) -> None:
+    x = drawn((2, 3, K), BF16, 1)
+    part = my_part(mesh, x, -1)
+    y = [parallelize_module(converted(), mesh, ColwiseParallel())(x)]
+    y += [parallel(siblings(mesh), mesh, Replicate())(x)]
+    for layout, given in ((Shard(-1), part), (Partial(), x * (mesh.get_local_rank() == 0))):
+        module = parallelize_module(converted(), mesh, ColwiseParallel(input_layouts=layout))
+        assert_same(module(given), y[0])
+        assert_same(parallel(siblings(mesh), mesh, layout)(given), y[1])
+    module = parallelize_module(converted(), mesh, RowwiseParallel(input_layouts=Replicate()))
+    assert_same(module(x), parallelize_module(converted(), mesh, RowwiseParallel())(part))
 
 
 @on_ranks(2)
@@ -312,10 +332,12 @@ def test_sums_of_data_gradients_travel_in_the_dtype_asked_for(mesh: DeviceMesh) 
 
 @on_ranks(2, gpus=())
 def test_autocast(mesh: DeviceMesh) -> None:
-    module, x = parallel(siblings(mesh), mesh), drawn((2, 128, K), torch.float32, 1)
-    with torch.autocast("cpu", BF16):
-        y = module(x)
-    assert_same(y, module(x.to(BF16)))
+    alone = parallelize_module(converted(), mesh, ColwiseParallel())
+    x = drawn((2, 128, K), torch.float32, 1)
+    for module in (parallel(siblings(mesh), mesh), alone):
+        with torch.autocast("cpu", BF16):
+            y = module(x)
+        assert_same(y, module(x.to(BF16)))
 
 
 @on_ranks(2, gpus=())
@@ -378,6 +400,7 @@ def test_backward_twice(mesh: DeviceMesh) -> None:
     loss = module(input_of(mesh)).square().sum()
     loss.backward(retain_graph=True)
     first = local(module.first.weight.grad).clone()
+    torch._C._functions.UndefinedGrad()(module(input_of(mesh))).sum().backward()
     with Wire() as wire:
         loss.backward()
     assert_same(local(module.first.weight.grad), first * 2)

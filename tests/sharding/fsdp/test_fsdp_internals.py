@@ -42,7 +42,7 @@ WRITES: tuple[Callable[[Tensor], Any], ...] = (
     lambda p: p.to_local().view(-1).data.mul_(8),
     lambda p: p._local_tensor.master.view(torch.int16).numpy().__iadd__(3 << 7),
 )
-"""More: ``test_shard_fuzz.py``."""
+"""More: ``test_amax_table.py``."""
 
 
 @on_ranks(3, gpus=())

@@ -115,7 +115,7 @@ def test_which_tensors_are_shards_with_the_same_rows() -> None:
     stack = FP8Shard(torch.ones(2, 3, 192), Recipe())
     for part in (rows.t(), *rows.split(2), rows.view(1, 3, 192), stack.transpose(1, 2), stack[0]):
         assert type(part) is FP8Shard  # with which products raise
-    assert type(rows.view(-1)) is type(rows[0]) is Tensor
+    assert type(rows.view(-1)) is type(rows[0]) is type(rows.int()) is Tensor
     assert type(rows.new_zeros(1, 3, 192)) is type(stack.new_zeros(3, 192)) is Tensor
 
 
@@ -184,6 +184,11 @@ def test_frozen_rows_move() -> None:
     for moved in (rows.float(), inferred):
         assert type(moved) is FrozenShard
         assert torch.equal(moved.data_rows.float(), rows.data_rows.float())
+    assert rows.is_pinned() is False
+    with pytest.raises(NotImplementedError, match=r"copy_.* needs the values of a frozen FP8"):
+        rows.copy_(torch.ones(rows.shape))
+    with pytest.raises(NotImplementedError, match=r"in 128x128 blocks, got blocks of \(1, 128\)"):
+        chunks(BlockwiseFP8Tensor.from_values(randn(256, 256), (1, 128)), 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
