@@ -151,7 +151,7 @@ class AmaxTable:
             self._scales[where].copy_(scale_from_amax(self._flat[where], format))
 
     def _rows(self, index: int) -> Tensor | None:
-        """Return the present high-precision rows of a weight; None if it is no longer in FP8."""
+        """Return the present high-precision rows of a weight; None once they are freed."""
         weight = self.weights[index]
         shard = _shard_of(weight)
         return None if shard is None else shard.master
@@ -181,7 +181,8 @@ def known_place(owner: Any) -> Place | None:
     weight = place.table.weights[place.slot]
     shard = _shard_of(weight)
     # a backward needs the scales of its forward: it raises if it uses the shard of another recipe
-    return place if shard.recipe == place.recipe or weight.in_backward() else None
+    is_valid = shard is not None and (shard.recipe == place.recipe or weight.in_backward())
+    return place if is_valid else None
 
 
 def place_of(owner: Any) -> Place | None:

@@ -19,8 +19,6 @@ from ..dtensor import local_of
 class ShardedParam:
     """A parameter that FSDP2 shards, read from FSDP's own objects, which it does not keep alive.
 
-    While one parameter of a root exists, FSDP keeps the objects of all.
-
     Attributes:
         name: in the root module.
         shape: of the whole parameter.
@@ -57,10 +55,16 @@ class ShardedParam:
         self.owner, self._group, self._context = map(weakref.ref, (param, group, context))
 
     @property
-    def local(self) -> Tensor:
-        """The present part on this rank."""
-        owner: Any = self.owner()
-        return owner._sharded_local_tensor
+    def tensor(self) -> Tensor | None:
+        """The present DTensor; None once the model is freed."""
+        owner = self.owner()
+        return None if owner is None else owner.sharded_param
+
+    @property
+    def local(self) -> Tensor | None:
+        """The present part on this rank; None once the model is freed."""
+        owner = self.owner()
+        return None if owner is None else owner._sharded_local_tensor
 
     def track(self) -> None:
         """Count from now on what :meth:`changes` and :meth:`forwards` return."""
@@ -71,19 +75,19 @@ class ShardedParam:
         if not hasattr(context, "forwards"):
             context.__class__ = _counts_forwards(context.__class__)
 
-    def changes(self) -> int:
+    def changes(self) -> int | None:
         """Return how often the part was changed or replaced, as far as PyTorch counts.
 
         Ranks compare their counts with earlier ones, never with those of other ranks, and all come
-        to the same verdict.
+        to the same verdict. None once the model is freed.
         """
-        owner: Any = self.owner()
-        return owner.changes()
+        owner = self.owner()
+        return None if owner is None else owner.changes()
 
     def forwards(self) -> int:
         """Return how many forwards have begun, of the root or of a part called by itself."""
-        context: Any = self._context()
-        return context.forwards
+        context = self._context()
+        return 0 if context is None else context.forwards
 
     def in_backward(self) -> bool:
         """Return True while FSDP gathers for a backward."""
