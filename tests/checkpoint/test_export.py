@@ -42,14 +42,11 @@ def test_it_yields_what_save_fp8_writes(tmp_path: Path, kind: str, separate: boo
     same_bits(dict(sorted(found.items())), dict(sorted(written.items())))
 
 
-def test_what_is_wrong_raises_before_the_first_tensor() -> None:
+def test_errors_before_the_first_tensor_and_ranks_that_get_none() -> None:
     with pytest.raises(ValueError, match="the model has no FP8 weight: convert it first"):
         iter_fp8(nn.Linear(128, 128))
     with pytest.raises(TypeError, match="iter_fp8"):
         iter_fp8("model")  # type: ignore[arg-type]
-
-
-def test_a_rank_that_is_not_this_one() -> None:
     assert list(iter_fp8(filled(), rank=1)) == []
     same_bits(dict(iter_fp8(filled(), rank=0)), dict(iter_fp8(filled())))
 

@@ -91,13 +91,10 @@ def test_exceptions_that_a_model_catches() -> None:
     assert names(Calls(tries)) == {"b": 3, "(model)": 4}
 
 
-def test_hooks_of_a_module_belong_to_it() -> None:
+def test_hooks_of_a_module_belong_to_it_and_those_of_saved_tensors_recompute_nothing() -> None:
     model = nn.Sequential(linear())
     model[0].register_forward_pre_hook(lambda m, args: args[0] @ torch.ones(32, 32))
     assert names(model) == {"0": 5}
-
-
-def test_hooks_of_saved_tensors_around_an_audit_recompute_nothing() -> None:
     with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
         assert not any(e.recomputed for e in audit(nn.Sequential(linear()), X).entries)
 

@@ -297,19 +297,15 @@ def test_tensor_parallel_with_fsdp2(
         assert_all_in_fp8(products, MODELS["llama3"])
 
 
-def test_stages_that_fsdp2_shards(on_four: list[dict[str, Any]]) -> None:
+def test_hybrid_sharding_and_stages_that_fsdp2_shards(on_four: list[dict[str, Any]]) -> None:
     for rank in on_four:
         found, products = rank["fsdp x pp"]
         assert_close(found, rank["fsdp x pp, bf16"], steps=2)
         assert_all_in_fp8(products, MODELS["llama3"])
-    assert any(rank["fsdp x pp"][0][0][0] > 0 for rank in on_four), "a loss of the last stage"
-
-
-def test_hybrid_sharding(on_four: list[dict[str, Any]]) -> None:
-    for rank in on_four:
         found, products = rank["hsdp"]
         assert_rounded(found, rank["fsdp"], steps=2)
         assert_all_in_fp8(products, MODELS["llama3"])
+    assert any(rank["fsdp x pp"][0][0][0] > 0 for rank in on_four), "a loss of the last stage"
 
 
 def test_checkpoints(alone: dict[str, Any], on_two: list[dict[str, Any]]) -> None:

@@ -148,16 +148,13 @@ def test_what_keeps_the_bits(alone: dict[str, Any], run: str) -> None:
     assert alone[run] == alone["llama3"][1][:2]
 
 
-def test_compiled_experts(alone: dict[str, Any]) -> None:
-    assert_close(alone["compiled experts"], alone["deepseek_v3"][0][:2], steps=2)
-
-
 def test_what_takes_fused_mlps_apart(alone: dict[str, Any]) -> None:
     assert "takes 'layers.0.feed_forward' apart (w1 has a forward" in alone["fused spmd_types"]
     assert "set --parallelism.spmd_backend partial_dtensor" in alone["fused spmd_types"]
 
 
-def test_a_run_goes_on_from_its_checkpoint(alone: dict[str, Any]) -> None:
+def test_compiled_experts_and_a_run_that_goes_on(alone: dict[str, Any]) -> None:
+    assert_close(alone["compiled experts"], alone["deepseek_v3"][0][:2], steps=2)
     assert alone["two steps"] + alone["two more"] == alone["four steps"]
     assert_close(alone["two in bf16"] + alone["two more in fp8"], alone["four steps"], steps=4)
 

@@ -36,14 +36,11 @@ def test_it_goes_there_and_back(options: dict[str, Any]) -> None:
     assert copy.deepcopy(config) == config
 
 
-def test_defaults() -> None:
+def test_defaults_and_that_each_option_counts() -> None:
     off = dict.fromkeys(("convert_head", "frozen", "fuse"), False)
     default = BlockwiseFP8Config(recipe=Recipe(), skip=[], skip_small=True, experts=True, **off)
+    given = BlockwiseFP8Config(**OPTIONS)
     assert BlockwiseFP8Config() == default
-
-
-def test_each_option_counts() -> None:
-    default, given = BlockwiseFP8Config(), BlockwiseFP8Config(**OPTIONS)
     assert OPTIONS.keys() == {x.name for x in fields(given)} - {"quant_method"}
     for name, value in OPTIONS.items():
         assert getattr(given, name) == value != getattr(default, name)
