@@ -107,8 +107,8 @@ def read_weight(w: Tensor, plan: Plan) -> WeightRead:
     if isinstance(w, BlockwiseFP8Weight):
         read = SavedWeight(plan, cache=w.cache)
         if needs_dx and not plan.tracing:
-            operand, read.cast = w.cache.get_for_backward(w)
-            w_row = (operand.transposed() if w.transposed else operand).need_rowwise()
+            (row, col), read.cast = w.cache.get_for_backward(w)
+            w_row = (col if w.transposed else row) or Operand(col, row).need_rowwise()
         else:
             w_row = w.rowwise()
         return w_row, (w,) if needs_dx else (), read
@@ -140,7 +140,8 @@ def hold_cast(
     cache = w.cache
     read = SavedWeight(plan, cache=cache)
     cache.casts += 1
-    read.cast = cache.hold(Operand(None, columnwise))
+    read.cast, waiting = cache.begin_cast()
+    waiting.operand = Operand(None, columnwise)
     return (w,), read
 
 

@@ -180,8 +180,8 @@ class BlockwiseFP8Weight(MasterBase):
         """
         operand = self.cache.get_in_backward(self, cast)
         if self.transposed:
-            return operand.need_rowwise()
-        return operand.need_columnwise()
+            return operand.rowwise or operand.need_rowwise()
+        return operand.columnwise or operand.need_columnwise()
 
     def high_precision(self) -> Tensor:
         """Return the values as a plain tensor, for products in high precision on purpose.

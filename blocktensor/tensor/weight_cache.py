@@ -32,10 +32,10 @@ class WaitingForm:
     Autograd graphs hold it: a graph that is freed, by its backward or unused, frees it too.
 
     Attributes:
-        operand: in the orientation of the master.
+        operand: in the orientation of the master; None until it is cast.
     """
 
-    operand: Operand
+    operand: Operand | None = None
 
 
 @dataclass(eq=False)
@@ -125,19 +125,19 @@ class FP8Cache:
         """
         if not self.recipe.cache_weight:
             return self.cast(), ForwardCast(self, self.version(), None)
+        cast, waiting = self.begin_cast()
         row, col = self.cast(columnwise=self.master.numel() <= ONE_READ_BYTES)
         in_rows = col is None or user.transposed
-        held = Operand(row, None) if in_rows else Operand(None, col)
-        return Operand(row, col), self.hold(held)
+        waiting.operand = Operand(row, None) if in_rows else Operand(None, col)
+        return Operand(row, col), cast
 
-    def hold(self, operand: Operand) -> ForwardCast:
-        """Return what a graph holds of a form that its forward has cast."""
+    def begin_cast(self) -> tuple[ForwardCast, WaitingForm]:
+        """Return what a graph holds of a cast that its forward makes now, to be filled with it."""
         waiting = None if self._waiting is None else self._waiting()
         if waiting is None:
-            waiting = WaitingForm(operand)
+            waiting = WaitingForm()
             self._waiting = weakref.ref(waiting)
-        waiting.operand = operand
-        return ForwardCast(self, self.version(), waiting)
+        return ForwardCast(self, self.version(), waiting), waiting
 
     def get_in_backward(self, user: MasterBase, cast: ForwardCast | None) -> Operand:
         """Return the FP8 form that dgrad reads: of its forward where it waits, or cast again.
@@ -159,14 +159,14 @@ class FP8Cache:
                     f"it is at version {now}; expected version {cast.version}. Run backward before "
                     f"the weight changes, or forward again after"
                 )
-            if cast.waiting:
+            if cast.waiting and cast.waiting.operand:
                 return cast.waiting.operand
         return self.cast(rowwise=user.transposed, columnwise=not user.transposed)
 
     def held(self) -> Operand:
         """Return the forms held right now, without those of its parts; cast nothing."""
         waiting = None if self._waiting is None else self._waiting()
-        return waiting.operand if waiting else Operand(None, None)
+        return (waiting and waiting.operand) or Operand(None, None)
 
     def nbytes(self) -> int:
         """Return the bytes of the FP8 forms held right now, those of its parts included."""

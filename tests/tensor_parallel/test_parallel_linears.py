@@ -141,15 +141,10 @@ def test_recipes(mesh: DeviceMesh, style: str) -> None:
 
 @both_styles
 @on_ranks(2, 4, gpus=[2])
-def test_partial_sums_in_fp32(mesh: DeviceMesh, style: str) -> None:
+def test_partial_sums_in_fp32_and_in_the_order_of_the_backend(mesh: DeviceMesh, style: str) -> None:
     for sequence in (False, True):
         case = (style, "192 a rank", "128 a rank", BF16, True, sequence)
         assert_alike(*computed(mesh, *case, reduce_dtype=torch.float32))
-
-
-@both_styles
-@on_ranks(2, 4, gpus=[2])
-def test_the_backend_adds_in_another_order(mesh: DeviceMesh, style: str) -> None:
     for dtype, sequence in itertools.product(DTYPES, (False, True)):
         case = (style, "192 a rank", "off the grid", dtype, False, sequence)
         got, want = computed(mesh, *case, in_rank_order=False)
@@ -331,17 +326,13 @@ def test_sums_of_data_gradients_travel_in_the_dtype_asked_for(mesh: DeviceMesh) 
 
 
 @on_ranks(2, gpus=())
-def test_autocast(mesh: DeviceMesh) -> None:
+def test_autocast_and_an_input_by_keyword(mesh: DeviceMesh) -> None:
     alone = parallelize_module(converted(), mesh, ColwiseParallel())
     x = drawn((2, 128, K), torch.float32, 1)
     for module in (parallel(siblings(mesh), mesh), alone):
         with torch.autocast("cpu", BF16):
             y = module(x)
         assert_same(y, module(x.to(BF16)))
-
-
-@on_ranks(2, gpus=())
-def test_an_input_by_keyword(mesh: DeviceMesh) -> None:
     x, module = input_of(mesh), siblings(mesh)
     parallelize_module(module, mesh, {name: ColwiseParallel() for name in ("first", "second")})
     style = PrepareModuleInput(
