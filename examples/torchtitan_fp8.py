@@ -247,6 +247,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     environment()
     options.out.mkdir(parents=True, exist_ok=True)
     results: dict[str, dict[str, Any]] = {}
+    is_first = os.environ["RANK"] == "0"
     for name in options.variants:
         results[name] = train(configured(options, VARIANTS[name]))
         written = {k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items()}
@@ -258,9 +259,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             "ranks": int(os.environ["WORLD_SIZE"]),
             "runs": results,
         }
-        if os.environ["RANK"] == "0":
+        if is_first:
             (options.out / "result.json").write_text(json.dumps(content, indent=1) + "\n")
-    if os.environ["RANK"] == "0":
+    if is_first:
         Console().print(table(results))
     return 0
 

@@ -117,7 +117,7 @@ def _unique_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return parameters and persistent buffers by their names in ``state_dict``, each once."""
     unique: dict[object, tuple[str, Tensor]] = {}
     for name, x in model.state_dict(keep_vars=True).items():
-        if isinstance(x, Tensor):  # other extra state safetensors cannot hold
+        if isinstance(x, Tensor):  # safetensors holds no other extra state
             is_plain = fp8_part(x) is None and local_of(x) is None
             has_memory = is_plain and not x.is_meta and x.numel() > 0
             memory = (x.data_ptr(), x.shape, x.stride(), x.dtype) if has_memory else id(x)

@@ -197,7 +197,7 @@ def _write(shards: Mapping[Path, list[Unit]], folder: Path, ranks: Ranks) -> dic
             for _, stored in itertools.islice(stored_units, len(members)):
                 places |= dict.fromkeys(stored, file.name)
                 size += sum(x.nbytes for x in stored.values())
-                if turn % ranks.size != ranks.index:
+                if turn % ranks.size != ranks.index or failure is not None:
                     continue
                 try:
                     writing.result()
@@ -206,7 +206,7 @@ def _write(shards: Mapping[Path, list[Unit]], folder: Path, ranks: Ranks) -> dic
                     if ranks.size == 1:
                         raise
                     failure = error
-            if held:
+            if held and failure is None:
                 writing = pool.submit(write, file, held)
     if failure is not None:
         raise failure

@@ -71,10 +71,10 @@ class Reads:
     """
 
     def __init__(self, found: tuple[Read, ...] | None, names: Any = None) -> None:
-        self.found, reads = found, found or ()
-        self.are_traced = not any(_is_computed(read.value) for read in reads)
+        self.found = found
+        self.are_traced = not any(_is_computed(read.value) for read in found or ())
         # names of code come in no order
-        self.names = names or sorted(map(_described, reads), key=repr)
+        self.names = names or sorted(map(_described, found or ()), key=repr)
 
     def have_changed(self) -> bool:
         """Return True if the forward may compute anything else now."""

@@ -46,7 +46,7 @@ class Place(NamedTuple):
 class _Eagerly:
     """Run compiled regions in eager mode while any thread is inside, in whatever order they leave.
 
-    The stance of torch is that of all threads, and each ``with`` restores the one that it found.
+    Torch has one stance for all threads, and each ``with`` restores the one that it found.
     """
 
     def __init__(self) -> None:

@@ -140,7 +140,7 @@ def columnwise_data(func: Any, args: Sequence[Any], out: Any) -> list[Tensor]:
 
 
 def hides_products(func: Any) -> bool:
-    """Return True if matmuls may run inside ``func``, which is none itself, unseen."""
+    """Return True if ``func``, which is no matmul, may run matmuls unseen."""
     packet = packet_of(func)
     if packet in flop_registry:
         return False

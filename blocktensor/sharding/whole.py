@@ -209,21 +209,23 @@ def _make_scales(weights: Sequence[_Weight]) -> None:
 
 def _gathered(items: Sequence[_Item], limit: int) -> Iterator[Quantized | Tensor]:
     """Yield all items whole."""
-    ahead: Callable[[], Iterator[Quantized | Tensor]] = lambda: iter(())  # noqa: E731
+    ahead: Callable[[], Iterator[Quantized | Tensor]] | None = None
     receive = None
     try:
         for batch in _batches(items, limit):
             receive = _send_stacked(batch) if batch[0].layout.is_stacked else _send(batch)
-            yield from ahead()
+            if ahead is not None:
+                yield from ahead()
             ahead, receive = receive, None
-        yield from ahead()
+        if ahead is not None:
+            yield from ahead()
     finally:
         if receive is not None:  # abandoned: torch keeps what nobody has waited for
             next(receive())
 
 
 def _batches(items: Sequence[_Item], limit: int) -> Iterator[list[_Item]]:
-    """Divide items (at least one) into runs, cut alike, of ``limit`` bytes at most or one item."""
+    """Divide items into runs that are cut alike and have at most ``limit`` bytes, or one item."""
     batch: list[_Item] = []
     size = 0
     for item in items:
@@ -234,7 +236,8 @@ def _batches(items: Sequence[_Item], limit: int) -> Iterator[list[_Item]]:
             batch, size = [], 0
         batch.append(item)
         size += more
-    yield batch
+    if batch:
+        yield batch
 
 
 def _send_stacked(batch: Sequence[_Item]) -> Callable[[], Iterator[Quantized | Tensor]]:

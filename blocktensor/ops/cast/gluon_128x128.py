@@ -70,7 +70,7 @@ def stack_of(x: Tensor) -> Stack:
 
 @gluon.constexpr_function
 def _layouts(dtype, transposes, num_warps):
-    """Return layouts of a block's words, by row and, of one to transpose, by column."""
+    """Return the layout of a block's words by row, and by column if it ``transposes``."""
     if transposes:
         return patch_layouts(dtype, _PATCH_ROWS, 32 // _PATCH_ROWS, num_warps)[:2]
     words = 128 // per_word(dtype)

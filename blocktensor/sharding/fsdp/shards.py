@@ -175,7 +175,7 @@ class FrozenShard(GatheredFrozen):
             first.data_rows.copy_(others[0].data_rows)
             first.scale.copy_(others[0].scale)
             return first
-        if func not in _ON_BYTES:  # whose only tensor is the first argument
+        if func not in _ON_BYTES:  # these have one tensor, their first argument
             _refuse_values(str(func))
         rows = first.data_rows if func in _ALIASES else func(first.data_rows, *others, **kwargs)
         if not isinstance(rows, Tensor) or rows.ndim != first.ndim:
