@@ -348,9 +348,9 @@ def test_gathering_over_fewer_ranks_for_backward_is_refused(mesh: DeviceMesh, de
 
 def test_a_later_gather_changes_the_weight_in_place() -> None:
     """FSDP may gather into other memory, and frees what it has gathered, no more."""
-    shape, recipe, made = torch.Size((200, 192)), Recipe(), None
-    rows = FP8Shard(torch.ones(shape), recipe)
-    for seed in range(2):
+    shape, made = torch.Size((200, 192)), None
+    rows = FP8Shard(torch.ones(shape), Recipe())
+    for seed, recipe in enumerate((Recipe(), Recipe(scale="power_of_two"))):
         cast = reference.quantize_rowwise(randn(*shape, seed=seed), recipe.weight_format)
         gathered = cast.data.view(torch.uint8).flatten()
         sent = (shape, cast.scale, recipe, (seed, False))
@@ -358,4 +358,4 @@ def test_a_later_gather_changes_the_weight_in_place() -> None:
         made, _ = returned or (made, ())
         assert made.rowwise_data.data_ptr() == gathered.data_ptr()
         assert_same_cast(made.rowwise(), cast)
-        assert made.columnwise() and made.columnwise_data is None
+        assert made.recipe == recipe and made.columnwise() and made.columnwise_data is None
