@@ -32,8 +32,7 @@ def test_it_goes_there_and_back(options: dict[str, Any]) -> None:
     there = json.loads(config.to_json_string())  # which its repr shows
     assert there == config.to_dict()
     assert there["quant_method"] == "blocktensor"
-    assert pickle.loads(pickle.dumps(config)) == config
-    assert copy.deepcopy(config) == config
+    assert pickle.loads(pickle.dumps(config)) == config == copy.deepcopy(config)
 
 
 def test_defaults_and_that_each_option_counts() -> None:

@@ -136,11 +136,9 @@ def test_a_dict_is_a_config(llama_folder: Path) -> None:
 
 def test_fused_modules_keep_their_bits(llama_folder: Path) -> None:
     model, wanted = loaded(llama_folder, choices(fuse=True)), loaded(llama_folder)
-    assert {entry.name for entry in model.hf_quantizer.fusion.fused} == {
-        f"model.layers.{i}.{name}"
-        for i in range(2)
-        for name in ("mlp", "input_layernorm", "post_attention_layernorm")
-    }
+    fused = {entry.name for entry in model.hf_quantizer.fusion.fused}
+    names = "mlp", "input_layernorm", "post_attention_layernorm"
+    assert fused == {f"model.layers.{i}.{name}" for i in range(2) for name in names}
     assert wanted.hf_quantizer.fusion is None
     assert model.state_dict().keys() == wanted.state_dict().keys()
     assert torch.equal(logits(model), logits(wanted))
@@ -278,5 +276,8 @@ def test_models_that_were_not_loaded(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no FP8 weight"):
         save_pretrained_fp8(model, tmp_path)
     convert(model, skip_small=False)
-    config = json.loads((save_pretrained_fp8(model, tmp_path) / "config.json").read_text())
-    assert (config["architectures"], config["dtype"]) == (["LlamaForCausalLM"], "bfloat16")
+    for each in (model, model.model):  # the latter cannot generate
+        folder = save_pretrained_fp8(each, tmp_path / type(each).__name__)
+        config = json.loads((folder / "config.json").read_text())
+        assert (config["architectures"], config["dtype"]) == ([folder.name], "bfloat16")
+        assert (folder / "generation_config.json").exists() == (each is model)
