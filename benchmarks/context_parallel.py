@@ -36,8 +36,11 @@ def calls(shape: Shape, tokens: int, layers: int, mesh: DeviceMesh) -> dict[str,
         once = step(model, model, x, torch.randn_like(x))
 
         def cut(once: Call = once) -> None:
+            # torch cuts buffers in place, and wants one: x is this rank's part already
+            buffers = [torch.empty(tokens, device="cuda")]
             within: Any = context_parallel
-            with sdpa_kernel(SDPBackend.FLASH_ATTENTION), within(mesh):
+            ring = within(mesh, buffers=buffers, buffer_seq_dims=[0])
+            with sdpa_kernel(SDPBackend.FLASH_ATTENTION), ring:
                 once()
 
         found[name] = cut

@@ -1,9 +1,12 @@
 """Launches recorded once and repeated, which reduces the host time of calls in eager mode.
 
 A recorded function allocates tensors, plans launches from its arguments' shapes and strides, and
-launches. None of it depends on values or addresses, so the second call with arguments of the same
-kind (``specialize.py``) can repeat the first with new addresses: it allocates the same tensors and
-calls the compiled kernels directly. Results are the same, bit for bit.
+launches. None of it depends on values or addresses, so calls with arguments of the same kind
+(``specialize.py``) can repeat a recorded one with new addresses: they allocate the same tensors and
+call the compiled kernels directly. Results are the same, bit for bit.
+
+The second call of a kind is recorded, as many kinds are met once: experts of a rank get another
+number of rows at every step, and a recording takes as long as several ordinary calls.
 
 Every call reads addresses and the caller's stream. Calls share no mutable state except tensor maps,
 which depend only on an address: threads, streams and CUDA graph capture need no special handling.
@@ -11,6 +14,8 @@ which depend only on an address: threads, streams and CUDA graph capture need no
 
 from __future__ import annotations
 
+import functools
+import textwrap
 from collections.abc import Callable
 from typing import Any
 
@@ -27,18 +32,18 @@ MAX_MAPS = 1024
 
 
 class Replay(Recording):
-    """Calls of ``function`` with arguments of one kind: the first is recorded, the rest repeated.
+    """Calls of ``function`` with arguments of one kind: the second is recorded, the rest repeated.
 
     ``function`` takes tensors, tuples of tensors (``Quantized``) and other arguments; allocates
     with ``torch.empty`` and similar functions; launches; returns tensors that it allocated, tuples
     of them, or None. With any other op (a copy, a fill) or an unknown Triton, it is called itself.
     """
 
-    __slots__ = ("_function",)
+    __slots__ = ("_function", "_is_first")
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
-        self._function = function
+        self._function, self._is_first = function, True
         if launcher.launcher() is None:
             self.player = function
 
@@ -54,6 +59,9 @@ class Replay(Recording):
 
     def __call__(self, *args: Any) -> Any:
         """Run the function."""
+        if self._is_first:
+            self._is_first = False
+            return self._function(*args)
         return (self.player or self._record)(*args)
 
     def _record(self, *args: Any) -> Any:
@@ -135,10 +143,12 @@ def _tensors(args: tuple[Any, ...]) -> dict[str, Tensor]:
 #         stream = current_stream(0)
 #         p_a0 = a0.data_ptr()
 #         p_m0 = m0.data_ptr()
-#         c5(4, 1, 1, stream, 94217, c3, c3, c4, None, None, None, None, None, c6, c7, (p_a0, …))
+#         c4(c5, c6, c7, stream, c8, c9, c10, c11, None, None, None, None, None, c12, c13, (p_a0, …))
 #         return m0
 #
-# Tensors that a player allocates and does not return share one allocation.
+# Numbers are constants too, so calls that differ in their sizes have one text, compiled once:
+# experts get other rows at every step. Tensors that a player allocates and does not return share
+# one allocation.
 
 _ALIGNMENT = 512
 
@@ -178,13 +188,13 @@ def _player(
     pointers = {name: f"{name}.data_ptr()" for name in known}
     if offsets:
         size = sum(_padded(made[i]) for i in offsets)
-        body.append(f"scratch = empty(({size},), (1,), {constant(torch.uint8)})")
+        body.append(f"scratch = empty({constant((size,))}, {constant((1,))}, {constant(torch.uint8)})")
         body.append("p_scratch = scratch.data_ptr()")
     for i, x in enumerate(made):
         name = f"m{i}"
         known[name] = x
         if i in offsets:
-            pointers[name] = f"p_scratch + {offsets[i]}"
+            pointers[name] = f"p_scratch + {constant(offsets[i])}"
             continue
         pointers[name] = f"{name}.data_ptr()"
         geometry = (constant(part) for part in (tuple(x.shape), x.stride(), x.dtype))
@@ -202,10 +212,11 @@ def _player(
         if len(found) != 1:
             raise _NotRepeatable
         ((name, x),) = found
-        return f"p_{name} + {at - x.data_ptr()}" if at != x.data_ptr() else f"p_{name}"
+        behind = at - x.data_ptr()
+        return f"p_{name} + {constant(behind)}" if behind else f"p_{name}"
 
     def written(values: list[Any]) -> list[str]:
-        return [repr(x) if x is None or type(x) is int else constant(x) for x in values]
+        return ["None" if x is None else constant(x) for x in values]
 
     for kernel in kernels:
         head, values = written(kernel.head), written(kernel.arguments)
@@ -221,16 +232,21 @@ def _player(
         body.append(f"{constant(kernel.launch)}({', '.join(head)}, {passed})")
     body.append(f"return {_result(result, made, constant)}")
 
-    bound = ", ".join(f"c{i}" for i in range(len(constants)))
     lines = [f"def play({call}):", *(f"    {line}" for line in body)]
-    source = "\n".join(
-        [f"def bind({bound}):", *(f"    {line}" for line in lines), "    return play"]
-    )
-    scope: dict[str, Any] = {}
-    exec(compile(source, f"<replay of {len(kernels)} launches>", "exec"), globals(), scope)
-    player: Callable[..., Any] = scope["bind"](*constants)
+    player: Callable[..., Any] = _maker("\n".join(lines), len(constants))(*constants)
     player.__dict__["compiled"] = [kernel.compiled for kernel in kernels]  # stay loaded
     return player
+
+
+@functools.lru_cache(maxsize=1024)
+def _maker(text: str, constants: int) -> Callable[..., Any]:
+    """Return a function of constants c0, c1, … that returns the function defined by ``text``."""
+    bound = ", ".join(f"c{i}" for i in range(constants))
+    lines = [f"def bind({bound}):", textwrap.indent(text, "    "), "    return play"]
+    scope: dict[str, Any] = {}
+    exec(compile("\n".join(lines), "<replay>", "exec"), globals(), scope)
+    bind: Callable[..., Any] = scope["bind"]
+    return bind
 
 
 def _padded(x: Tensor) -> int:

@@ -239,14 +239,19 @@ def _without_base(descriptor: Any) -> Any:
     return bare
 
 
+@functools.cache
+def _count_parameters(function: Callable[..., Any]) -> int:
+    # those of make_tensordesc_arg are 2, and 3 in Triton 3.8 and 3.9
+    return len(inspect.signature(function).parameters)
+
+
 def _tensor_map(descriptor: Any, metadata: Any, address: int) -> Any:
     if metadata is None:
         raise Unsupported("a tensor descriptor without metadata")
     at = copy.copy(descriptor)
     at.base = _Base(address)
     make = _driver().make_tensordesc_arg
-    unused = [None] * (len(inspect.signature(make).parameters) - 2)  # 3.8 and 3.9 have one more
-    tensor_map, *rest = make(at, metadata, *unused)
+    tensor_map, *rest = make(at, metadata, *[None] * (_count_parameters(make) - 2))
     if rest != [*descriptor.shape, *descriptor.strides]:
         raise Unsupported(f"a tensor descriptor expands to {rest}")
     return tensor_map
