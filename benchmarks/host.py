@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import time
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import blocktensor as bt
 from blocktensor.ops.cast import ops as casts
@@ -19,6 +20,7 @@ from blocktensor.ops.gemm.choose_backend import usable_gemm_backends
 from blocktensor.ops.gemm.ops import gemm
 from blocktensor.ops.runtime.specialize import GEMM_VARIABLE
 
+from . import experts
 from .linear import step
 from .timing import Call
 
@@ -26,6 +28,7 @@ SHAPES = ((256, 512, 512), (4096, 2048, 2048))
 """(M tokens, N out, K in)."""
 
 CALLS = 500
+EXPERTS = 8
 
 
 def host_us(call: Call, calls: int = CALLS) -> float:
@@ -40,6 +43,25 @@ def host_us(call: Call, calls: int = CALLS) -> float:
         times.append(time.perf_counter() - start)
     torch.cuda.synchronize()
     return median(times) * 1e6
+
+
+def of_other_rows(layer: nn.Module, rows: int, k: int, ends: Tensor | None = None) -> Call:
+    """Return steps of which each has one row more, as experts of a rank and ragged batches have.
+
+    ``ends``: of as many groups of one row, which experts are given.
+    """
+    counts = itertools.count(rows)
+    x = torch.randn(rows + 2 * CALLS, k, device="cuda", dtype=torch.bfloat16)
+    groups = {} if ends is None else {n: ends * (n // EXPERTS) for n in range(rows, len(x))}
+
+    def call() -> None:
+        count = next(counts)
+        leaf = x[:count].detach().requires_grad_()
+        y = layer(leaf, groups[count]) if groups else layer(leaf)
+        y.backward(y.detach())
+        layer.zero_grad()
+
+    return call
 
 
 def _calls(m: int, n: int, k: int) -> Iterator[tuple[str, str, Call]]:
@@ -63,6 +85,13 @@ def _calls(m: int, n: int, k: int) -> Iterator[tuple[str, str, Call]]:
             bt.to_blockwise_fp8_weights(layer)
         yield "linear forward", dtype, functools.partial(layer, leaf)
         yield "linear forward+backward", dtype, step(layer, leaf, grad)
+        yield "linear forward+backward, other rows", dtype, of_other_rows(layer, m, k)
+    ends = torch.arange(1, EXPERTS + 1, device="cuda", dtype=torch.int32)
+    for name in ("bf16", "fp8", "fp8, fused"):
+        moe = experts.variant(name, experts.Shape(EXPERTS, m // EXPERTS, k, n // 2))
+        same = experts.step(moe, leaf, x, ends * (m // EXPERTS))
+        yield "experts forward+backward", name, same
+        yield "experts forward+backward, other rows", name, of_other_rows(moe, m, k, ends)
 
 
 def measure(shapes: tuple[tuple[int, int, int], ...] = SHAPES) -> Iterator[dict[str, Any]]:

@@ -143,7 +143,7 @@ def _tensors(args: tuple[Any, ...]) -> dict[str, Tensor]:
 #         stream = current_stream(0)
 #         p_a0 = a0.data_ptr()
 #         p_m0 = m0.data_ptr()
-#         c4(c5, c6, c7, stream, c8, c9, c10, c11, None, None, None, None, None, c12, c13, (p_a0, …))
+#         c4(c5, c6, c7, stream, c8, c9, c10, c11, None, None, None, None, None, c12, c13, (…))
 #         return m0
 #
 # Numbers are constants too, so calls that differ in their sizes have one text, compiled once:
@@ -187,8 +187,8 @@ def _player(
     offsets = _offsets(made, result)
     pointers = {name: f"{name}.data_ptr()" for name in known}
     if offsets:
-        size = sum(_padded(made[i]) for i in offsets)
-        body.append(f"scratch = empty({constant((size,))}, {constant((1,))}, {constant(torch.uint8)})")
+        size = (sum(_padded(made[i]) for i in offsets),)
+        body.append(f"scratch = empty({constant(size)}, (1,), {constant(torch.uint8)})")
         body.append("p_scratch = scratch.data_ptr()")
     for i, x in enumerate(made):
         name = f"m{i}"

@@ -257,6 +257,15 @@ def test_a_recording_keeps_no_tensor_alive() -> None:
     assert (a.calls, b.calls) == (2, 2)
 
 
+def test_calls_that_differ_in_sizes_have_one_text() -> None:
+    a = op(twice)
+    replay._maker.cache_clear()
+    for size in (5, 8, 300) * 3:
+        x, y = draw(2, size)
+        assert torch.equal(a.call(x, y, size)[0], size * y + x)
+    assert (replay._maker.cache_info().misses, len(a.kernel.direct)) == (1, 9)
+
+
 def test_threads_share_recordings() -> None:
     a = op(axpy)
 

@@ -79,7 +79,7 @@ def test_memory_is_reused_by_other_shapes(plays: list[int]) -> None:
 
 def test_streams(plays: list[int]) -> None:
     x = draw((256, 512))
-    casts(x)
+    casts(x), casts(x)
     expected = casts(x, reference)
     streams = [torch.cuda.Stream() for _ in range(3)]
     torch.cuda.synchronize()
@@ -115,7 +115,7 @@ def test_threads(plays: list[int]) -> None:
 def test_a_captured_graph_follows_its_inputs(plays: list[int]) -> None:
     x = draw((256, 512))
     with torch.cuda.stream(torch.cuda.Stream()):
-        casts(x)
+        casts(x), casts(x)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -129,7 +129,7 @@ def test_a_captured_graph_follows_its_inputs(plays: list[int]) -> None:
 
 @pytest.mark.multi_gpu
 def test_tensors_of_another_device_than_the_current(plays: list[int]) -> None:
-    for index in (1, 0, 1, 0, 1):
+    for index in (1, 0, 1, 0, 1, 0, 1):
         x = draw((256, 512), index).to(f"cuda:{index}")
         results = casts(x)
         assert {y.device for made in results for y in (made.data, made.scale)} == {x.device}
@@ -151,7 +151,7 @@ def test_deterministic_mode_fills_what_a_replay_leaves(plays: list[int]) -> None
 def test_gemms_replay(monkeypatch: pytest.MonkeyPatch, plays: list[int]) -> None:
     monkeypatch.setenv("BLOCKTENSOR_GEMM", "triton")
     bias = torch.randn(128, device="cuda", dtype=torch.bfloat16)
-    for seed in range(3):
+    for seed in range(4):
         for k in (512, 130):  # rows of 130 bytes are padded by a copy first
             a = quantize_rowwise(draw((256, k), seed), BLOCKS_1X128)
             b = quantize_rowwise(draw((128, k), seed + 9), BLOCKS_128X128)
@@ -228,14 +228,14 @@ def test_tensor_maps_follow_their_tensors(
         if turn % 4 == 0:
             kept.append((x, y))
     assert all(torch.equal(x, y) for x, y in kept)
-    assert plays[0] == 54
+    assert plays[0] == 48
 
 
 @needs_tma
 def test_a_recording_holds_its_kernel(copy: Specialized[Any], plays: list[int]) -> None:
     """Triton drops a kernel that another thread compiles at the same time, and then unloads it."""
     x = draw((64, 64))
-    for _ in range(2):
+    for _ in range(3):
         copy(x)
     copy_tile_kernel.device_caches.clear()
     gc.collect()
