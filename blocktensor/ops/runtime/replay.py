@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import textwrap
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -27,8 +27,8 @@ from ..formats import ceil_div
 from .launch import Recording, watch_launches
 from .triton_compat import launcher
 
-MAX_MAPS = 1024
-"""Most tensor maps, by address, of one argument of one launch; then they are dropped."""
+MAX_MAPS = 2**16
+"""So many tensor maps, of some 300 bytes each, all recordings make before they drop older ones."""
 
 
 class Replay(Recording):
@@ -224,9 +224,8 @@ def _player(
         for place, tensor in kernel.pointers:
             values[place] = address(tensor)
         for place, tensor, make in kernel.maps:
-            at, maps = address(tensor), constant({tensor.data_ptr(): make(tensor.data_ptr())})
-            new = f"new_map({constant(make)}, {maps}, {at})"
-            values[place] = f"{maps}.get({at}) or {new}"
+            at, maps = address(tensor), TensorMaps(make, tensor.data_ptr())
+            values[place] = f"{constant(maps.known)}.get({at}) or {constant(maps.new)}({at})"
         listed = "".join(f"{value}, " for value in values)
         passed = f"({listed})" if kernel.in_tuple else listed
         body.append(f"{constant(kernel.launch)}({', '.join(head)}, {passed})")
@@ -316,9 +315,23 @@ def fresh_empty() -> Callable[..., Tensor]:
     return _empty if torch._C._get_deterministic_algorithms() else _quick_empty
 
 
-def new_map(make: Callable[[int], Any], known: dict[int, Any], address: int) -> Any:
-    """Return a new tensor map for an address."""
-    if len(known) >= MAX_MAPS:
-        known.clear()
-    tensor_map = known[address] = make(address)
-    return tensor_map
+class TensorMaps:
+    """Tensor maps of one argument of one launch: ``known``, by address."""
+
+    _made: ClassVar[int] = 0
+
+    def __init__(self, make: Callable[[int], Any], address: int) -> None:
+        """Hold the map for ``address``, and those that ``make`` makes for others."""
+        self.known: dict[int, Any] = {}
+        self._make, self._turn = make, 0
+        self.new(address)
+
+    def new(self, address: int) -> Any:
+        """Return a new map; drop those of before the last ``MAX_MAPS`` of all recordings."""
+        turn = TensorMaps._made // MAX_MAPS
+        if turn != self._turn:
+            self._turn = turn
+            self.known.clear()
+        TensorMaps._made += 1
+        tensor_map = self.known[address] = self._make(address)
+        return tensor_map
