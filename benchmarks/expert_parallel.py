@@ -5,9 +5,10 @@ This is one rank: torchrun runs it, rank 0 writes the rows.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -38,6 +39,7 @@ VARIANTS = (
 )
 LAYERS = 4
 SEQUENCE = 4096
+INPUTS = 32
 
 
 @dataclass(frozen=True)
@@ -170,16 +172,25 @@ def variant(name: str, shape: Shape, layers: int, mesh: DeviceMesh) -> nn.Module
 
 
 def calls(shape: Shape, tokens: int, layers: int, mesh: DeviceMesh) -> dict[str, Call]:
-    """A forward and backward of each variant, of the same values on this rank's tokens."""
+    """A forward and backward of each variant, of the same values on this rank's tokens.
+
+    Each call has other tokens, as those of training: the rows that a rank gets change.
+    """
     sequence = min(SEQUENCE, tokens)
     size = tokens // sequence, sequence, shape.dense.dim
-    x = torch.randn(size, device=mesh.device_type, dtype=torch.bfloat16).requires_grad_()
-    grad = torch.randn_like(x)
+    how: Any = {"device": mesh.device_type, "dtype": torch.bfloat16, "requires_grad": True}
+    inputs = [torch.randn(size, **how) for _ in range(INPUTS)]
     found: dict[str, Call] = {}
     for name in VARIANTS:
         model = variant(name, shape, layers, mesh)
-        found[name] = step(model, model, x, grad)
+        found[name] = in_order([step(model, model, x, inputs[0].detach()) for x in inputs])
     return found
+
+
+def in_order(steps: Sequence[Call]) -> Call:
+    """Return a call that runs the next of ``steps``, after the last the first again."""
+    order = itertools.cycle(steps)
+    return lambda: next(order)()
 
 
 def rows_of(found: dict[str, Call], rounds: int, facts: Row) -> list[Row]:
