@@ -13,13 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from blocktensor import BlockwiseFP8Weight, functional
+from blocktensor import BlockwiseFP8Weight, Recipe, functional
 from blocktensor.autograd.quantize import normed
 from tests.support.gated import assert_bits, results
 from tests.support.groups import ends
 from tests.support.models import plain, randn
 
 K, HIDDEN, N, T, E = 192, 160, 136, 70, 3
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 OFFS = ends(30, 0, 35)  # the last five rows belong to no group
 TARGET = torch.arange(T).mul(7).remainder(N).index_fill(0, torch.arange(0, T, 5), -100)
 Run = Callable[..., Tensor]
@@ -145,9 +146,6 @@ def test_gradients_of_some(kind: str, of_x: bool) -> None:
         assert_bits(results(run, inputs(of_x), operands), wanted)
 
 
-FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
-
-
 @every_kind
 @pytest.mark.parametrize(("of_x", "of_w"), [(FP32, FP32), (BF16, FP32), (FP32, BF16)])
 @pytest.mark.parametrize("dtype", [BF16, FP16])
@@ -177,12 +175,12 @@ def test_frozen_weights_in_fp8_alone(kind: str, run: Run, device: torch.device) 
 
 
 @every_kind
-def test_plain_weights(kind: str, run: Run) -> None:
-    operands = weights(kind)
-    assert_bits(
-        results(run, inputs(), [plain(w).requires_grad_() for w in operands]),
-        results(run, inputs(), operands),
-    )
+def test_plain_weights_and_weights_without_a_cache(kind: str, run: Run) -> None:
+    operands, uncached = weights(kind), Recipe(cache_weight=False)
+    wanted = results(run, inputs(), operands)
+    for cast in (plain, lambda w: BlockwiseFP8Weight(plain(w), uncached)):
+        others = [nn.Parameter(cast(w) if is_fp8(w) else plain(w)) for w in operands]
+        assert_bits(results(run, inputs(), others), wanted)
 
 
 @every_kind
@@ -274,10 +272,11 @@ def test_a_gradient_of_one_operand_releases_all_casts(kind: str, run: Run) -> No
 
 @every_kind
 def test_the_output_may_be_changed_in_place(kind: str, run: Run, device: torch.device) -> None:
-    operands = weights(kind, device=device)
-    x = inputs(device=device)
-    changed = results(lambda *args: run(*args).mul_(2).relu_(), x, operands)
-    assert_bits(changed, results(lambda *args: (run(*args) * 2).relu(), x, operands))
+    operands, rows = weights(kind, device=device), inputs(device=device)
+    takes_more = len(KINDS[kind][2][0]) == 2 and run is not loss  # leading dimensions
+    for x in (rows, rows.view(2, -1, K)) if takes_more else (rows,):
+        changed = results(lambda *args: run(*args).mul_(2).relu_(), x, operands)
+        assert_bits(changed, results(lambda *args: (run(*args) * 2).relu(), x, operands))
 
 
 @every_kind

@@ -24,11 +24,10 @@ from tests.support.models import (
 __all__ = ["way_of_linears"]
 pytestmark = pytest.mark.usefixtures("way_of_linears")
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 N, K = 128, 192
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: r.scale)
 @pytest.mark.parametrize(
     "size",
