@@ -348,3 +348,4 @@ def test_convert_and_freeze_know_other_holders(kind: str, frozen: bool) -> None:
     if not frozen:
         text = refused(model, ValueError, freeze)
         assert f"'0' cannot be frozen, because another module reads its values too ({kind})" in text
+        assert unfreeze(model) == []  # it is trainable already
