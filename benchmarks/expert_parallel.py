@@ -40,6 +40,7 @@ VARIANTS = (
 LAYERS = 4
 SEQUENCE = 4096
 INPUTS = 32
+"""Inputs that calls take in turn: more than a variant is timed with."""
 
 
 @dataclass(frozen=True)
@@ -174,7 +175,7 @@ def variant(name: str, shape: Shape, layers: int, mesh: DeviceMesh) -> nn.Module
 def calls(shape: Shape, tokens: int, layers: int, mesh: DeviceMesh) -> dict[str, Call]:
     """A forward and backward of each variant, of the same values on this rank's tokens.
 
-    Each call has other tokens, as those of training: the rows that a rank gets change.
+    Each call has other tokens, as in training: the numbers of rows that a rank gets change.
     """
     sequence = min(SEQUENCE, tokens)
     size = tokens // sequence, sequence, shape.dense.dim

@@ -46,9 +46,10 @@ def host_us(call: Call, calls: int = CALLS) -> float:
 
 
 def of_other_rows(layer: nn.Module, rows: int, k: int, ends: Tensor | None = None) -> Call:
-    """Return steps of which each has one row more, as experts of a rank and ragged batches have.
+    """Return a call that takes a step with one row more than the call before it.
 
-    ``ends``: of as many groups of one row, which experts are given.
+    The rows of a rank's experts, and of batches without padding, change like this. ``ends``: for
+    experts, the ends of groups of one row each.
     """
     counts = itertools.count(rows)
     x = torch.randn(rows + 2 * CALLS, k, device="cuda", dtype=torch.bfloat16)

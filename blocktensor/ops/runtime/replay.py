@@ -28,7 +28,7 @@ from .launch import Recording, watch_launches
 from .triton_compat import launcher
 
 MAX_MAPS = 2**16
-"""So many tensor maps, of some 300 bytes each, all recordings make before they drop older ones."""
+"""Tensor maps, some 300 bytes each, that all recordings make before each drops its older ones."""
 
 
 class Replay(Recording):
@@ -231,19 +231,19 @@ def _player(
         body.append(f"{constant(kernel.launch)}({', '.join(head)}, {passed})")
     body.append(f"return {_result(result, made, constant)}")
 
-    lines = [f"def play({call}):", *(f"    {line}" for line in body)]
-    player: Callable[..., Any] = _maker("\n".join(lines), len(constants))(*constants)
+    player: Callable[..., Any] = _maker(call, "\n".join(body), len(constants))(*constants)
     player.__dict__["compiled"] = [kernel.compiled for kernel in kernels]  # stay loaded
     return player
 
 
 @functools.lru_cache(maxsize=1024)
-def _maker(text: str, constants: int) -> Callable[..., Any]:
-    """Return a function of constants c0, c1, … that returns the function defined by ``text``."""
+def _maker(arguments: str, body: str, constants: int) -> Callable[..., Any]:
+    """Return a function of constants c0, c1, … that returns the player with this body."""
     bound = ", ".join(f"c{i}" for i in range(constants))
-    lines = [f"def bind({bound}):", textwrap.indent(text, "    "), "    return play"]
+    play = f"def play({arguments}):\n{textwrap.indent(body, '    ')}\nreturn play"
+    text = f"def bind({bound}):\n{textwrap.indent(play, '    ')}"
     scope: dict[str, Any] = {}
-    exec(compile("\n".join(lines), "<replay>", "exec"), globals(), scope)
+    exec(compile(text, "<replay>", "exec"), globals(), scope)
     bind: Callable[..., Any] = scope["bind"]
     return bind
 
@@ -327,7 +327,7 @@ class TensorMaps:
         self.new(address)
 
     def new(self, address: int) -> Any:
-        """Return a new map; drop those of before the last ``MAX_MAPS`` of all recordings."""
+        """Return a new map; drop the others if all recordings have made ``MAX_MAPS`` since."""
         turn = TensorMaps._made // MAX_MAPS
         if turn != self._turn:
             self._turn = turn
