@@ -19,7 +19,6 @@ from blocktensor.ops.cast.ops import (
     quantize_both,
     quantize_columnwise,
     quantize_grouped,
-    quantize_grouped_columnwise,
     quantize_rowwise,
 )
 from blocktensor.ops.formats import (
@@ -149,7 +148,8 @@ def make_inputs(case: Case, device: torch.device | str = "cuda") -> Inputs:
         return Inputs(x, w.transpose(1, 2), offs, a, b, a, first, empty(case.tokens, case.n))
     g = randn(case.tokens, case.n)
     formats = ((g, BLOCKS_1X128), (x, case.x_columnwise))
-    a, b = (quantize_grouped_columnwise(t, offs, format) for t, format in formats)
+    forms = (quantize_grouped(t, offs, None, format)[1] for t, format in formats)
+    a, b = (form for form in forms if form is not None)
     dense_a, dense_b = (quantize_columnwise(t, format) for t, format in formats)
     return Inputs(g.t(), x, offs, a, b, dense_a, dense_b, empty(0))
 
@@ -159,9 +159,7 @@ def ours(case: Case) -> dict[str, Maker]:
     if case.is_cast:
         rows, col = BLOCKS_1X128, case.x_columnwise
         return {
-            "blocktensor": lambda i: (
-                lambda: quantize_grouped(i.left, i.offs, rows, columnwise_format=col)
-            ),
+            "blocktensor": lambda i: lambda: quantize_grouped(i.left, i.offs, rows, col),
             "dense": lambda i: lambda: quantize_both(i.left, rows, col),
         }
     dense: Maker = lambda i: lambda: gemm(i.dense_a, i.dense_b)  # noqa: E731

@@ -40,7 +40,7 @@ from .gated_forms import (
 )
 from .linear import grouped_linear, has_no_experts, linear, with_leading
 from .pipelining import is_input_half, watch_halves
-from .products import product_of
+from .products import first_rows, product_of
 from .saved_weight import SavedWeight
 
 
@@ -169,7 +169,7 @@ class _GatedMLP(FP8Function):
             *down_saved,
         )
         ctx.set_materialize_grads(False)
-        return with_leading(y, x.shape)
+        return with_leading(y, x.shape) if offs is None else first_rows(y, x.shape[0], plan.down)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Gradients:
@@ -180,6 +180,7 @@ def _gradients(ctx: Any, saved: list[Any], grads: list[Any], asked: list[bool]) 
     """Return the gradients of the arguments of :meth:`_GatedMLP.forward`."""
     plan: GatedPlan = ctx.plan
     grad: Tensor | None = grads.pop()
+    tokens = 0 if grad is None else grad.shape[0]
     of_down: SavedWeight = ctx.reads[2]
     product = product_of(saved.pop(0))
     (x_data, x_scale), of_h = saved[:2], list(saved[2:6])  # Dynamo of 2.11 makes *of_h a tuple
@@ -220,6 +221,8 @@ def _gradients(ctx: Any, saved: list[Any], grads: list[Any], asked: list[bool]) 
         del w_col, g_row
     else:
         _read_no_firsts(ctx.reads, (w_gate, w_up))
+    if dh is not None and dh.shape[0] != of_h[2].shape[0]:  # x was FP8, which has no more rows
+        dh = dh[: of_h[2].shape[0]]
     sources = Sources(of_h, dh)
     del dh, held
     dxs: list[Tensor | None] = [None, None]
@@ -245,7 +248,9 @@ def _gradients(ctx: Any, saved: list[Any], grads: list[Any], asked: list[bool]) 
         del d_col
         w_col = read.columnwise(w, needs_dx)
         if needs_dx:
-            dxs[i] = product.dgrad(d_row, w_col, read.plan).view(read.plan.x_shape)
+            dx = product.dgrad(d_row, w_col, read.plan)
+            dxs[i], _ = product.finish(dx, None, read.plan, tokens)
+            del dx
         del w_col, d_row
     if plan.up is None:
         dxs.reverse()  # the one edge to x is the first

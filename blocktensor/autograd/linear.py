@@ -22,7 +22,7 @@ from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
 from .backward import FP8Function, Gradients, run_backward
 from .plan import Plan, autocast_dtype, plan_matmul
-from .products import DENSE, Dense, Grouped, Saved, product_of, saved_of
+from .products import DENSE, Dense, Grouped, Saved, first_rows, product_of, saved_of
 from .saved_weight import SavedWeight, hold_cast
 from .shared_cast import this_thread
 
@@ -205,6 +205,8 @@ class FP8Linear(FP8Function):
             y = p.fprop(x_row, w_row, bias, plan)
         ctx.save_for_backward(offs, *x_saved, *w_saved)
         ctx.set_materialize_grads(False)
+        if offs is not None:
+            return first_rows(y, x.shape[0], plan)
         return y if x.ndim == 2 else with_leading(y, p.output_shape(x.shape))
 
     @staticmethod
@@ -260,8 +262,9 @@ def _gradients(ctx: Any, saved: Sequence[Tensor], grads: list[Any], asked: list[
         dbias = product.dbias(grad, plan)
     if grad is None or not (needs_dx or needs_dw):
         read.columnwise(weight, False)
-        return dx, dw, product.finish(None, dbias, plan)[1], *rest
+        return dx, dw, product.finish(None, dbias, plan, 0)[1], *rest
 
+    tokens = grad.shape[0]
     x: Any = product.wgrad_input((x_data, x_scale), plan) if needs_dw else None
     if (
         plan.records_backward
@@ -273,8 +276,9 @@ def _gradients(ctx: Any, saved: Sequence[Tensor], grads: list[Any], asked: list[
     ):
         w_col = read.columnwise(weight, True)
         flat = grad if grad.ndim == 2 else grad.reshape(-1, grad.shape[-1])
-        dx, dw = plan.record_backward(_dgrad_and_wgrad, flat, x)(flat, x, w_col, offs, plan)
-        return dx if grad.ndim == 2 else dx.view(plan.x_shape), dw, dbias, *rest
+        run = plan.record_backward(_dgrad_and_wgrad, flat, x, offs)
+        dx, dw = run(flat, x, w_col, offs, plan)
+        return product.finish(dx, None, plan, tokens)[0], dw, dbias, *rest
     g_row, g = product.grad_forms(grad, plan, needs_dx, needs_dw)
     del grad  # its forms are enough
     w_col = read.columnwise(weight, needs_dx)
@@ -284,7 +288,7 @@ def _gradients(ctx: Any, saved: Sequence[Tensor], grads: list[Any], asked: list[
         del w_col, g_row
     if needs_dw:
         dw = product.wgrad(g, x, plan)
-    dx, dbias = product.finish(dx, dbias, plan)
+    dx, dbias = product.finish(dx, dbias, plan, tokens)
     return dx, dw, dbias, *rest
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from ..ops import checks
-from ..ops.formats import Quantized
+from ..ops.formats import Quantized, group_rows
 from ..ops.runtime.launch import this_thread
 from ..ops.runtime.specialize import (
     PLAIN,
@@ -57,7 +57,8 @@ class Plan:
         casts_x: True if autocast changes the dtype of x.
         needs: whether gradients of x and of w may be wanted.
         tracing: True while a compiler traces.
-        x_shape: of the input.
+        x_shape: of the input; in groups, with the rows that its casts add, except where the plan
+            serves one call: FLOPs are counted there.
         x_dtype, w_dtype, bias_dtype: of the operands; None without a bias.
         are_tensors: which of x, w, the bias and ``offs`` are tensors.
         casts_weight: True if the recorded forward casts the weight, too.
@@ -117,7 +118,9 @@ class Plan:
             or type(inner(x)) not in PLAIN
             or type(inner(w)) not in PLAIN
         )
-        self.x_shape, self.x_dtype = x.shape, out_dtype if self.casts_x else x.dtype
+        is_exact = offs is None or not (serves_all or self.tracing)
+        self.x_shape = x.shape if is_exact else _shape_in_steps(x)
+        self.x_dtype = out_dtype if self.casts_x else x.dtype
         self.w_dtype = w.dtype
         self.bias_dtype = None if bias is None else bias.dtype
         self.are_tensors = True, True, bias is not None, offs is not None
@@ -133,7 +136,7 @@ class Plan:
             and not w.transposed
             and w.numel() <= ONE_READ_BYTES
         )
-        self.records_backward = records and _is_small(x, w) and not self.saves_x
+        self.records_backward = records and _is_small(self.x_shape, w) and not self.saves_x
         self.fprop: Callable[..., Any] | None = None
         self._backwards: Specialized[Callable[..., Any]] | None = None
 
@@ -143,14 +146,15 @@ class Plan:
         return self.fprop
 
     def record_backward(
-        self, function: Callable[..., Any], grad: Tensor, x: Quantized
+        self, function: Callable[..., Any], grad: Tensor, x: Quantized, offs: Tensor | None
     ) -> Callable[..., Any]:
         """Return ``function``, recorded for gradients and saved inputs like these."""
         if self._backwards is None:
             self._backwards = Specialized(lambda *_: recorded(function))
         x_data, x_scale, _ = x  # hooks may have laid them out anew
         key = (
-            (grad.shape, grad.stride(), grad.dtype, grad.data_ptr() & 15),
+            (grad.shape if offs is None else _shape_in_steps(grad)),
+            (grad.stride(), grad.dtype, grad.data_ptr() & 15),
             (x_scale.stride(), x_data.data_ptr() & 15, x_scale.data_ptr() & 15),
         )
         return self._backwards.find_by(key)
@@ -205,7 +209,8 @@ def _key(
     else:
         weight_key = key_of(w.operand), w.recipe.wgrad_input, w.recipe.batch_invariant
     return (  # every eager call builds it
-        (x.shape, x.stride(), x.dtype, x.device, x.requires_grad, x_inner.data_ptr() & 15),
+        x.shape if offs is None else _shape_in_steps(x),
+        (x.stride(), x.dtype, x.device, x.requires_grad, x_inner.data_ptr() & 15),
         (*x.formats, x.columnwise_data is None, x.source is None)
         if isinstance(x, BlockwiseFP8Tensor)
         else None,
@@ -268,8 +273,15 @@ def inner(x: Any) -> Tensor:
     return plain
 
 
-def _is_small(x: Tensor, w: Tensor) -> bool:
-    x_rows, largest = math.prod(x.shape[:-1]), LARGE_BYTES // 2
+def _shape_in_steps(x: Tensor) -> Sequence[int]:
+    """Return the shape of the rowwise cast of ``x[T, K]`` in groups."""
+    if x.ndim != 2 or isinstance(x, BlockwiseFP8Tensor):
+        return x.shape
+    return group_rows(x.shape[0]), x.shape[1]
+
+
+def _is_small(x_shape: Sequence[int], w: Tensor) -> bool:
+    x_rows, largest = math.prod(x_shape[:-1]), LARGE_BYTES // 2
     return 0 < x_rows * w.shape[-2] < largest and 0 < w.numel() < largest
 
 

@@ -23,12 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..ops.cast.ops import (
-    quantize_forms,
-    quantize_grouped,
-    quantize_grouped_columnwise,
-    quantize_rowwise,
-)
+from ..ops.cast.ops import quantize_forms, quantize_grouped
 from ..ops.cast.producer import Forms
 from ..ops.formats import BlockFormat, Quantized
 from ..ops.gemm.ops import gemm
@@ -113,9 +108,14 @@ class Dense:
             return gemm(g, x, None, plan.w_dtype)
         return wgrad_in_high_precision(g, x, plan.w_dtype)
 
-    def finish(self, dx: Any, dbias: Any, plan: Plan) -> tuple[Tensor | None, Tensor | None]:
-        """Return the gradients of x and of the bias, from the results of dgrad and dbias."""
-        return None if dx is None else dx.view(plan.x_shape), dbias
+    def finish(
+        self, dx: Any, dbias: Any, plan: Plan, tokens: int
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return the gradients of x and of the bias, from the results of dgrad and dbias.
+
+        ``tokens``: the first dimension of the gradient of y.
+        """
+        return dx if dx is None or len(plan.x_shape) == 2 else dx.view(plan.x_shape), dbias
 
 
 def saved_of(x: Tensor, x_col: Quantized | None, plan: Plan) -> Saved:
@@ -130,7 +130,9 @@ class Grouped(Dense):
 
     Groups are rows one after the other that end at ``offs`` ``[E]``, on the device; nothing here
     reads it on the host. Columnwise blocks of x and g begin anew in every group. Rows of no group,
-    from ``offs[-1]`` on, are zeros in y and dx, and reach nothing whatever they hold.
+    from ``offs[-1]`` on, are zeros in y and dx, and reach nothing whatever they hold. Casts add
+    such rows up to :func:`~blocktensor.ops.formats.group_rows`, so that few sizes occur; y and dx
+    have them too until :func:`first_rows`.
     """
 
     def __init__(self, offs: Tensor) -> None:
@@ -149,20 +151,17 @@ class Grouped(Dense):
                     "high precision (.dequantize())"
                 )
             return x.rowwise() if rowwise else None, None
-        if rowwise is not None and columnwise is not None:
-            return quantize_grouped(x, self.offs, rowwise, columnwise_format=columnwise)
-        return (
-            None if rowwise is None else quantize_rowwise(x, rowwise),
-            None if columnwise is None else quantize_grouped_columnwise(x, self.offs, columnwise),
-        )
+        if rowwise is None and columnwise is None:
+            return None, None
+        return quantize_grouped(x, self.offs, rowwise, columnwise)
 
     def fprop(self, x: Any, w: Quantized, bias: Tensor | None, plan: Plan) -> Tensor:
-        """Return ``y[T, N]``."""
-        return grouped_gemm(x, w, self.offs, bias, plan.out_dtype)
+        """Return ``y[T, N]``, or more rows as those of x."""
+        return grouped_gemm(_counted(x, plan), w, self.offs, bias, plan.out_dtype)
 
     def dgrad(self, g: Any, w: Quantized, plan: Plan) -> Any:
-        """Return ``dx[T, K]``."""
-        return grouped_gemm(g, w, self.offs, None, plan.x_dtype)
+        """Return ``dx[T, K]``, or more rows as those of g."""
+        return grouped_gemm(_counted(g, plan), w, self.offs, None, plan.x_dtype)
 
     def wgrad(self, g: Any, x: Any, plan: Plan) -> Tensor:
         """Return ``dw[E, N, K]``."""
@@ -177,6 +176,12 @@ class Grouped(Dense):
         """Return the sums of the rows of each group, ``[E, N]``."""
         return sum_groups(grad, self.offs).to(plan.bias_dtype)
 
+    def finish(
+        self, dx: Any, dbias: Any, plan: Plan, tokens: int
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return the rows of dx that those of y belong to."""
+        return None if dx is None else first_rows(dx, tokens, plan), dbias
+
 
 DENSE = Dense()
 
@@ -184,6 +189,24 @@ DENSE = Dense()
 def product_of(offs: Tensor | None) -> Dense:
     """Return the matmul of rows in groups that end at ``offs``, or of rows of no groups."""
     return DENSE if offs is None else Grouped(offs)
+
+
+def _counted(x: Quantized, plan: Plan) -> Quantized:
+    """Return a rowwise cast with the rows that the plan has."""
+    rows = plan.x_shape[0]
+    return x if x.data.shape[0] == rows else Quantized(x.data[:rows], x.scale[:rows], x.format)
+
+
+def first_rows(y: Tensor, rows: int, plan: Plan) -> Tensor:
+    """Return the first rows of a result, in a Function.
+
+    A plain view made there could not be modified in place by the caller.
+    """
+    if not plan.tracing and y.shape[0] == rows:
+        return y
+    # not y[:rows], of which a compiler cannot tell the size where it does not know `rows`
+    first = y.as_strided((rows, y.shape[1]), y.stride())
+    return first if plan.tracing else first.data  # a compiler makes its outputs anew
 
 
 def sum_rows(grad: Tensor, dtype: torch.dtype | None) -> Tensor:

@@ -30,12 +30,22 @@ def num_blocks(size: int) -> int:
     return ceil_div(size, BLOCK)
 
 
+GROUP_STEP = 256
+"""Rows in groups are cast into tensors of whole steps of so many rows, so that few sizes occur."""
+
+
+def group_rows(rows: int) -> int:
+    """Return the rows of the rowwise cast of ``rows`` rows in groups: whole ``GROUP_STEP``."""
+    return ceil_div(rows, GROUP_STEP) * GROUP_STEP
+
+
 def group_blocks(rows: int, groups: int) -> int:
     """Return the most blocks that ``rows`` rows in ``groups`` groups take; none is shared.
 
-    The sizes of groups are numbers on a device: what holds their blocks is sized by this bound.
+    The sizes of groups are numbers on a device: what holds their blocks is sized by this bound,
+    which is that of :func:`group_rows`.
     """
-    return (rows + (BLOCK - 1) * groups) // BLOCK
+    return (group_rows(rows) + (BLOCK - 1) * groups) // BLOCK
 
 
 def group_columns(rows: int, groups: int) -> int:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .formats import BLOCK, BlockFormat, Quantized, ceil_div, group_columns
+from .formats import BLOCK, BlockFormat, Quantized, ceil_div, group_columns, group_rows
 from .scale_layouts import columnwise_width, empty_columnwise, empty_quantized
 
 
@@ -184,34 +184,28 @@ def group_ranges(offs: Tensor, rows: int) -> list[tuple[int, int]]:
     return ranges
 
 
-def quantize_grouped_columnwise(x: Tensor, offs: Tensor, format: BlockFormat) -> Quantized:
-    """Cast the transpose of ``x[T, K]`` with blocks of its own for each group.
-
-    Data ``[K, P]``, where P is :func:`group_columns` ``(T, E)``: the columnwise cast of each group,
-    filled up with zeros to whole blocks of 128 tokens, one after the other. Blocks after those of
-    the last group may hold anything.
-    """
-    rows, k = x.shape
-    wide = x.new_zeros((group_columns(rows, len(offs)), k))
-    block = 0
-    for begin, end in group_ranges(offs, rows):
-        wide[block * BLOCK :][: end - begin] = x[begin:end]
-        block += ceil_div(end - begin, BLOCK)
-    return quantize_columnwise(wide, format)
-
-
 def quantize_grouped(
-    x: Tensor,
-    offs: Tensor,
-    format: BlockFormat,
-    columnwise_format: BlockFormat | None = None,
-) -> tuple[Quantized, Quantized]:
-    """Return the rowwise cast of ``x[T, K]``, and its columnwise cast by groups.
+    x: Tensor, offs: Tensor, rowwise: BlockFormat | None, columnwise: BlockFormat | None
+) -> tuple[Quantized | None, Quantized | None]:
+    """Cast ``x[T, K]`` rowwise, and its transpose with blocks of its own for each group.
 
-    The latter in ``columnwise_format``; by default in the same.
+    Rowwise data is ``[R, K]``, where R is :func:`group_rows` ``(T)``; rows from T on may hold
+    anything. Columnwise data is ``[K, P]``, where P is :func:`group_columns` ``(T, E)``: the
+    columnwise cast of each group, filled up with zeros to whole blocks of 128 tokens, one after the
+    other. Blocks after those of the last group may hold anything. None for a cast without a format.
     """
-    rowwise = quantize_rowwise(x, format)
-    return rowwise, quantize_grouped_columnwise(x, offs, columnwise_format or format)
+    tokens, k = x.shape
+    rows = x.new_zeros((group_rows(tokens), k))
+    rows[:tokens] = x
+    columns = x.new_zeros((group_columns(tokens, len(offs)), k))
+    block = 0
+    for begin, end in group_ranges(offs, tokens):
+        columns[block * BLOCK :][: end - begin] = x[begin:end]
+        block += ceil_div(end - begin, BLOCK)
+    return (
+        None if rowwise is None else quantize_rowwise(rows, rowwise),
+        None if columnwise is None else quantize_columnwise(columns, columnwise),
+    )
 
 
 def grouped_gemm(
@@ -236,7 +230,7 @@ def grouped_gemm_wgrad(
 ) -> Tensor:
     """Return ``out[E, N, K]``: ``out[e]`` contracts the tokens of group e of ``A[N, P] B[K, P]^T``.
 
-    Both are cast by :func:`quantize_grouped_columnwise` from matrices of ``tokens`` rows. A group
+    Both are cast by :func:`quantize_grouped` from matrices of ``tokens`` rows. A group
     without tokens gives zeros.
     """
     shape = len(offs), a.data.shape[0], b.data.shape[0]

@@ -39,9 +39,8 @@ _ROWS = 256
 
 _CASTS = [
     OPS[name]
-    for name in ("quantize_rowwise", "quantize_both", "quantize_columnwise", "quantize_grouped",
-                 "quantize_grouped_columnwise")
-]  # fmt: skip
+    for name in ("quantize_rowwise", "quantize_both", "quantize_columnwise", "quantize_grouped")
+]
 """Ops that cast activations and gradients; the first argument is what they cast."""
 
 

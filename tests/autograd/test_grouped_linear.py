@@ -115,6 +115,21 @@ def test_equals_dense_linears_expert_by_expert(
         torch.testing.assert_close(db, torch.stack(want[3]), rtol=1e-2, atol=1e-2)
 
 
+def test_rows_within_a_step_share_a_plan() -> None:
+    offs, w = ends(100, 0, 150), stack(3)
+    x, grad = randn(512, K, grad=True), randn(512, N)
+    whole = functional.grouped_linear(x, w, offs)
+    want = torch.autograd.grad(whole, [x, w], grad)
+    for rows in (250, 257, 300, 512):
+        part = x[:rows]
+        y = functional.grouped_linear(part, w, offs)
+        assert (y.grad_fn.plan is whole.grad_fn.plan) == (rows > 256)
+        dx, dw = torch.autograd.grad(y, [part, w], grad[:rows], retain_graph=True)
+        assert_all_equal([y.detach(), dx, dw], [whole.detach()[:rows], want[0][:rows], want[1]])
+        y.mul_(2)[1:].add_(1)
+        assert_same(torch.autograd.grad(y, [part], grad[:rows])[0], 2 * want[0][:rows])
+
+
 @every_grouping
 def test_a_stack_that_lies_transposed(groups: str) -> None:
     """Its gradient is computed as the stack lies: equal but for the order of fp32 sums."""
@@ -162,10 +177,10 @@ PRODUCT, WGRAD = "grouped_gemm 1x128 128x128", "grouped_gemm_wgrad 1x128 128x128
 @pytest.mark.parametrize(
     ("x_grad", "w_grad", "forward", "backward"),
     [
-        (True, True, f"{OF_GROUPS} 128x128", [OF_GROUPS, PRODUCT, WGRAD]),
-        (True, False, "quantize_rowwise 1x128", ["quantize_rowwise 1x128", PRODUCT]),
-        (False, True, f"{OF_GROUPS} 128x128", ["quantize_grouped_columnwise 1x128", WGRAD]),
-        (False, False, "quantize_rowwise 1x128", []),
+        (True, True, f"{OF_GROUPS} 128x128", [f"{OF_GROUPS} 1x128", PRODUCT, WGRAD]),
+        (True, False, OF_GROUPS, [OF_GROUPS, PRODUCT]),
+        (False, True, f"{OF_GROUPS} 128x128", [OF_GROUPS, WGRAD]),
+        (False, False, OF_GROUPS, []),
     ],
 )
 def test_only_what_is_asked_for_is_computed(

@@ -70,7 +70,7 @@ def test_one_side_may_be_filled_up_with_zeros(ks: tuple[int, int]) -> None:
 ROWS_ONLY: list[Any] = [casts.quantize_rowwise, casts.quantize_columnwise, casts.quantize_both]
 CASTS: list[tuple[Any, BlockFormat]] = [
     *product(ROWS_ONLY, [ROW, BLOCKS_1X128_POW2]),
-    (lambda x, format: casts.quantize_grouped(x, OFFS.to(x.device), format), ROW),
+    (lambda x, format: casts.quantize_grouped(x, OFFS.to(x.device), format, format), ROW),
     *product([casts.quantize_rowwise, casts.quantize_with_transpose], [SQUARES, POW2_SQUARES]),
     (casts.quantize_columnwise, SQUARES),
     (lambda x, format: casts.shard_amax(x, format, 0, 0), SQUARES),
@@ -110,15 +110,15 @@ def test_formats_of_casts(device: str) -> None:
         lambda: casts.quantize_transpose(x, ROW),
         lambda: casts.quantize_with_transpose(x, ROW),
         lambda: casts.shard_amax(x, ROW, 0, 0),
-        lambda: casts.quantize_grouped(x, offs, SQUARES),
-        lambda: casts.quantize_grouped_columnwise(both, offs, SQUARES),
+        lambda: casts.quantize_grouped(x, offs, SQUARES, None),
+        lambda: casts.quantize_grouped(both, offs, None, SQUARES),
     )
 
 
 def test_group_ends() -> None:
     runs: list[Callable[[torch.Tensor], object]] = [
-        lambda offs: casts.quantize_grouped(X, offs, ROW),
-        lambda offs: casts.quantize_grouped_columnwise(X, offs, ROW),
+        lambda offs: casts.quantize_grouped(X, offs, ROW, None),
+        lambda offs: casts.quantize_grouped(X, offs, None, ROW),
         lambda offs: grouped_gemm(TOKENS, EXPERTS, offs),
         lambda offs: grouped_gemm_wgrad(G_COL, X_COL, offs, 40),
         lambda offs: ops.gated(X, X, "silu", ROW, None, offs),

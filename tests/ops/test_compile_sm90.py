@@ -32,12 +32,13 @@ from tests.support.numeric import DTYPES, E4M3
 pytest.importorskip("triton")
 
 from blocktensor.ops.cast.gluon_columnwise import plan_columnwise
+from blocktensor.ops.cast.producer import empty_forms
 from blocktensor.ops.cast.triton_128x128 import plan_shard
 from blocktensor.ops.cast.triton_cast import plan_1x128
 from blocktensor.ops.cross_entropy import triton_rows
 from blocktensor.ops.gemm.hopper.launch import plan_sum
 from blocktensor.ops.norm import triton_passes
-from blocktensor.ops.runtime.launch import Launch
+from blocktensor.ops.runtime.launch import Launch, Rows
 from tests.support import sm90
 from tests.support.sm90 import TUNED, Launches, cast_like, compile_for_sm90, like
 
@@ -147,6 +148,25 @@ def casts_by_groups() -> Iterator[Case]:
         )
         for plan in (plan_columnwise, plan_1x128):
             yield Case(plan(x, *forms, offs))
+
+
+@pytest.mark.parametrize("formats", [(True, True), (True, False), (False, True)], ids=str)
+def test_launches_by_groups_are_the_same_within_a_step_of_rows(formats: tuple[bool, bool]) -> None:
+    """But for the number of rows: replays of one recording serve them all."""
+
+    def described(arg: object) -> object:
+        is_tensor, is_rows = isinstance(arg, Tensor), isinstance(arg, Rows)
+        return (arg.shape, arg.stride(), arg.dtype) if is_tensor else "rows" if is_rows else arg
+
+    def planned(plan: Any, rows: int) -> Any:
+        x, offs = like(rows, 384), like(8, dtype=torch.int32)
+        row, col = (BLOCKS_1X128 if wanted else None for wanted in formats)
+        launch = plan(x, *empty_forms(x, offs, row, col), offs)
+        return launch._replace(args=[described(arg) for arg in launch.args if arg is not x])
+
+    for plan in (plan_columnwise, plan_1x128)[not formats[1] :]:
+        assert all(planned(plan, rows) == planned(plan, 512) for rows in (257, 272, 384, 511))
+        assert planned(plan, 256) != planned(plan, 257)
 
 
 def passes() -> Iterator[Case]:

@@ -77,10 +77,10 @@ def grouped_samples(shape: tuple[int, int], rng: Generator) -> Samples:
     bias = torch.randn(3, n, generator=rng)
     g_col, x_col = (columnwise(torch.randn(m, c, generator=rng), offs) for c in (n, k))
     return {
-        "quantize_grouped": (x, offs, BLOCKS_1X128),
+        "quantize_grouped": (x, offs, BLOCKS_1X128, BLOCKS_1X128),
         "quantize_grouped in two formats": (x, offs, BLOCKS_1X128_POW2, BLOCKS_128X128_POW2),
-        "quantize_grouped_columnwise": (x, offs, BLOCKS_1X128_POW2),
-        "quantize_grouped_columnwise in squares": (x, offs, BLOCKS_128X128),
+        "quantize_grouped columnwise": (x, offs, None, BLOCKS_1X128_POW2),
+        "quantize_grouped columnwise in squares": (x, offs, None, BLOCKS_128X128),
         "grouped_gemm": (operand(m, k, 1, rng), stack(3, n, k, rng), offs, bias, torch.float32),
         "grouped_gemm_wgrad": (g_col, x_col, offs, m, torch.float16),
     }

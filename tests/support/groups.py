@@ -46,7 +46,9 @@ def stack(experts: int, n: int, k: int, rng: Generator) -> Quantized:
 
 def columnwise(x: Tensor, offs: Tensor, format: BlockFormat = BLOCKS_1X128) -> Quantized:
     """The columnwise cast of ``x[T, K]`` in groups."""
-    return reference.quantize_grouped_columnwise(x, offs, format)
+    _, form = reference.quantize_grouped(x, offs, None, format)
+    assert form is not None
+    return form
 
 
 SIZES = (0, 1, 3, 127, 128, 129, 300, 700)
@@ -57,6 +59,11 @@ def filled(form: Quantized, sizes: Sequence[int]) -> Quantized:
     """The blocks of a columnwise cast that groups of these sizes fill."""
     blocks = sum(-(-size // 128) for size in sizes)
     return form._replace(data=form.data[:, : 128 * blocks], scale=form.scale[:, :blocks])
+
+
+def first(form: Quantized, rows: int) -> Quantized:
+    """The first rows of a rowwise cast, which may hold anything in those behind."""
+    return form._replace(data=form.data[:rows], scale=form.scale[:rows])
 
 
 class Groups(NamedTuple):
@@ -112,7 +119,7 @@ def operands(
     w = torch.randn(len(case.sizes), case.n, case.k, generator=rng, device=device).bfloat16()
     return Operands(
         offs,
-        reference.quantize_grouped(tokens(case.k), offs, format, x_columnwise),
-        reference.quantize_grouped(tokens(case.n), offs, format),
+        reference.quantize_grouped(tokens(case.k), offs, format, x_columnwise or format),
+        reference.quantize_grouped(tokens(case.n), offs, format, format),
         reference.quantize_rowwise(w, weight_format),
     )

@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..formats import BlockFormat, Quantized, num_blocks
-from ..runtime.launch import Launch
+from ..runtime.launch import Launch, Rows
 from ..runtime.triton_compat.compiler import default_allocation
 from ..scale_layouts import VECTOR_BYTES
 from .gluon_tile import cast_tile
@@ -16,6 +16,7 @@ from .gluon_words import patch_layouts, per_word
 from .groups import Casts, blocks_of, padded_groups, place
 from .numerics import method_for
 from .producer import NONE, Producer
+from .triton_cast import plan_1x128
 
 
 @gluon.jit
@@ -157,16 +158,15 @@ def plan_columnwise(
     even = all((k | source.stride(0)) % (4 * per_word) == 0 for source in sources)
     unit_k = 4 if even else 1
     patch_rows, options = _threads(x, unit_k, row is not None, col.format, producer)
-    tokens = x.shape[0]
     groups = 0 if offs is None else offs.shape[0]
     square = col.format.transposes
     return Launch(
         cast_columnwise_kernel,
-        (blocks_of(tokens, groups, row is not None) * blocks_k,),
+        (blocks_of(x, groups, row is not None) * blocks_k,),
         (x, row_data, row_scale, col.data, col.scale, m // VECTOR_BYTES, k // (per_word * unit_k),
          x.stride(0) // (per_word * unit_k), row_scale.stride(1),
          col.scale.stride(0 if square else 1), blocks_k,
-         x if offs is None else offs, groups, tokens, num_blocks(m),
+         x if offs is None else offs, groups, Rows(x) if groups else len(x), num_blocks(m),
          *producer.arguments(x, (row_data, row_scale, *col[:2]), per_word * unit_k)),
         {
             "ROWWISE": row is not None,
@@ -183,4 +183,4 @@ def plan_columnwise(
     )  # fmt: skip
 
 
-casts = Casts(plan_columnwise)
+casts = Casts(plan_columnwise, plan_1x128)

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..formats import BlockFormat, Quantized, group_blocks, num_blocks
 from ..runtime.launch import Launch
 from ..scale_layouts import empty_columnwise, empty_quantized
+from .producer import Forms, empty_forms
 
 
 @triton.jit
@@ -55,9 +56,9 @@ def padded_groups(groups: int) -> int:
     return max(32, triton.next_power_of_2(groups)) if groups else 0
 
 
-def blocks_of(tokens: int, groups: int, rowwise: bool) -> int:
-    """Return the most blocks that ``tokens`` rows take; rowwise, with rows of no group."""
-    return group_blocks(tokens, groups + rowwise) if groups else num_blocks(tokens)
+def blocks_of(x: Tensor, groups: int, rowwise: bool) -> int:
+    """Return the most blocks that the rows of ``x`` take; rowwise, with rows of no group."""
+    return group_blocks(len(x), groups + rowwise) if groups else num_blocks(len(x))
 
 
 def _never(x: Tensor, row: Quantized, col: Quantized, offs: Tensor | None) -> bool:
@@ -70,43 +71,48 @@ class Casts:
 
     Attributes:
         plan: plans the launch of the kernel, which reads ``x`` once.
+        rowwise: plans the launch of a kernel that writes the rowwise form alone.
         splits: whether to cast ``x`` to the two forms in two launches.
     """
 
     plan: Planner
+    rowwise: Planner
     splits: Callable[[Tensor, Quantized, Quantized, Tensor | None], bool] = _never
 
     def quantize_columnwise(self, x: Tensor, format: BlockFormat) -> Quantized:
         """See :func:`blocktensor.ops.reference.quantize_columnwise`."""
-        return self.quantize_grouped_columnwise(x, None, format)
+        col = empty_columnwise(x, format)
+        self._cast(x, None, col, None)
+        return col
 
     def quantize_both(
         self, x: Tensor, format: BlockFormat, columnwise_format: BlockFormat | None = None
     ) -> tuple[Quantized, Quantized]:
         """See :func:`blocktensor.ops.reference.quantize_both`."""
-        return self.quantize_grouped(x, None, format, columnwise_format)
-
-    def quantize_grouped_columnwise(
-        self, x: Tensor, offs: Tensor | None, format: BlockFormat
-    ) -> Quantized:
-        """See :func:`blocktensor.ops.reference.quantize_grouped_columnwise`."""
-        col = empty_columnwise(x, format, offs)
-        self.plan(x, None, col, offs)()
-        return col
+        row = empty_quantized(x.shape, format, x.device)
+        col = empty_columnwise(x, columnwise_format or format)
+        self._cast(x, row, col, None)
+        return row, col
 
     def quantize_grouped(
         self,
         x: Tensor,
-        offs: Tensor | None,
-        format: BlockFormat,
-        columnwise_format: BlockFormat | None = None,
-    ) -> tuple[Quantized, Quantized]:
+        offs: Tensor,
+        rowwise: BlockFormat | None,
+        columnwise: BlockFormat | None,
+    ) -> Forms:
         """See :func:`blocktensor.ops.reference.quantize_grouped`."""
-        row = empty_quantized(x.shape, format, x.device)
-        col = empty_columnwise(x, columnwise_format or format, offs)
-        if self.splits(x, row, col, offs):
-            self.plan(x, row, None, None)()
+        row, col = made = empty_forms(x, offs, rowwise, columnwise)
+        self._cast(x, row, col, offs)
+        return made
+
+    def _cast(
+        self, x: Tensor, row: Quantized | None, col: Quantized | None, offs: Tensor | None
+    ) -> None:
+        if col is None:
+            self.rowwise(x, row, None, offs)()
+        elif row is not None and self.splits(x, row, col, offs):
+            self.rowwise(x, row, None, offs)()
             self.plan(x, None, col, offs)()
         else:
             self.plan(x, row, col, offs)()
-        return row, col

@@ -12,24 +12,25 @@ maximum over all shards, the data.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import checks
-from ..formats import BlockFormat, Quantized, ceil_div
+from ..formats import BlockFormat, Quantized, ceil_div, group_rows
 from ..op import op, runner
+from ..runtime.specialize import key_of
 from ..scale_layouts import VECTOR_BYTES, columnwise_width, empty_columnwise, empty_quantized
 from .choose_backend import cast_backend
+from .producer import Forms, empty_forms
 
 
-def _check(x: Tensor, format: BlockFormat, fits: bool, offs: Tensor | None = None) -> None:
+def _check(x: Tensor, format: BlockFormat, fits: bool) -> None:
     """Raise unless ``x`` can be cast in ``format``; ``fits`` is what callers guarantee."""
     checks.castable(x, format)
     checks.fit(fits)
-    if offs is not None:
-        checks.group_ends(offs, x, "the tensor to quantize")
 
 
 @op(cast_backend, check=checks.castable)
@@ -160,41 +161,55 @@ def dequantize(x: Quantized, dtype: torch.dtype) -> Tensor:
     return torch.empty(x.data.shape, dtype=dtype, device=x.data.device)
 
 
+def _check_grouped(
+    x: Tensor, offs: Tensor, rowwise: BlockFormat | None, columnwise: BlockFormat | None
+) -> None:
+    formats = [format for format in (rowwise, columnwise) if format is not None]
+    for format in formats:
+        checks.castable(x, format)
+    checks.fit(x.ndim == 2, rowwise is None or rowwise.rows == 1, formats != [])
+    checks.group_ends(offs, x, "the tensor to quantize")
+
+
+def _key_of_steps(args: tuple[Any, ...]) -> Hashable:
+    """Return :func:`key_of` the arguments, with the rows of x in whole steps."""
+    x, *rest = args
+    layout = x.stride(), x.dtype, x.data_ptr() & 15, x.device
+    return (*map(group_rows, x.shape[:1]), x.shape[1:], *layout, key_of(tuple(rest)))
+
+
 @op(
-    lambda x, offs, format, other: cast_backend(x, format, other),
-    check=lambda x, offs, format, _: _check(x, format, format.rows == 1, offs),
+    lambda x, _, *formats: cast_backend(x, *(f for f in formats if f is not None)),
+    check=_check_grouped,
+    formats=lambda x, _, *formats: formats,
+    key=_key_of_steps,
 )
 def quantize_grouped(
-    x: Tensor, offs: Tensor, format: BlockFormat, columnwise_format: BlockFormat | None = None
-) -> tuple[Quantized, Quantized]:
+    x: Tensor, offs: Tensor, rowwise: BlockFormat | None, columnwise: BlockFormat | None
+) -> Forms:
     """Make the rowwise and the columnwise cast of ``x[T, K]`` in groups, from one read.
+
+    Both are those of ``x`` with more rows of no group, whose number,
+    :func:`~blocktensor.ops.formats.group_rows`, is the same for all T in a step: what reads them
+    repeats its launches for each of these.
 
     Args:
         x: ``[T, K]`` bf16, fp16 or fp32.
         offs: int32 ``[E]``, the cumulative ends of the groups, nondecreasing and at most T.
-        format: of blocks of one row.
-        columnwise_format: of the columnwise cast; by default the same.
+        rowwise: format of the rowwise cast, of blocks of one row; None for no such cast.
+        columnwise: format of the columnwise cast; None for no such cast.
 
     Returns:
-        The cast of :func:`quantize_rowwise`, data ``[T, K]``; and that of
-        :func:`quantize_grouped_columnwise`.
+        The cast of :func:`quantize_rowwise`, data ``[R, K]``, which may hold anything from row T
+        on; and the columnwise cast, data ``[K, P]``: group e begins at the block after those of
+        group e-1 and is filled up with zeros to whole blocks. P,
+        :func:`~blocktensor.ops.formats.group_columns`, is the most that these can take; blocks
+        after the last group's may hold anything.
+
+    Raises:
+        TypeError, ValueError: as :func:`quantize_columnwise`, or for ``offs``.
     """
-    rowwise = empty_quantized(x.shape, format, x.device)
-    return rowwise, empty_columnwise(x, columnwise_format or format, offs)
-
-
-@op(
-    lambda x, offs, format: cast_backend(x, format),
-    check=lambda x, offs, format: _check(x, format, x.ndim == 2, offs),
-)
-def quantize_grouped_columnwise(x: Tensor, offs: Tensor, format: BlockFormat) -> Quantized:
-    """Make the columnwise cast of ``x[T, K]`` in groups, data ``[K, P]``; also in square blocks.
-
-    Group e begins at the block after those of group e-1 and is filled up with zeros to whole
-    blocks. P, :func:`~blocktensor.ops.formats.group_columns`, is the most that these can
-    take; blocks after the last group's may hold anything.
-    """
-    return empty_columnwise(x, format, offs)
+    return empty_forms(x, offs, rowwise, columnwise)
 
 
 @op(

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..formats import BlockFormat, Quantized
+from ..formats import BlockFormat, Quantized, group_rows
 from ..scale_layouts import empty_columnwise, empty_quantized
 
 Forms = tuple[Quantized | None, Quantized | None]
@@ -83,9 +83,14 @@ NONE = Producer(None, None)
 def empty_forms(
     x: Tensor, offs: Tensor | None, rowwise: BlockFormat | None, columnwise: BlockFormat | None
 ) -> Forms:
-    """Return unwritten forms of ``x[T, K]``, whose rows are in groups that end at ``offs``."""
+    """Return unwritten forms of ``x[T, K]``, whose rows are in groups that end at ``offs``.
+
+    In groups, the rowwise form has :func:`~blocktensor.ops.formats.group_rows` rows.
+    """
+    rows, k = x.shape
+    rows = rows if offs is None else group_rows(rows)
     return (
-        None if rowwise is None else empty_quantized(x.shape, rowwise, x.device),
+        None if rowwise is None else empty_quantized((rows, k), rowwise, x.device),
         None if columnwise is None else empty_columnwise(x, columnwise, offs),
     )
 

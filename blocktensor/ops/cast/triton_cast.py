@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..formats import BLOCK, BlockFormat, Quantized, ceil_div, num_blocks
-from ..runtime.launch import Launch
+from ..formats import BLOCK, BlockFormat, Quantized, ceil_div, group_rows, num_blocks
+from ..runtime.launch import Launch, Rows
 from ..scale_layouts import empty_quantized
 from .groups import Casts, blocks_of, padded_groups, rows_of_block
 from .numerics import divisor, is_wide, magnitude_bits, method_for, quotient, scale_from_bits
@@ -146,9 +146,9 @@ def is_awkward(x: Tensor) -> bool:
     return not _vectorised(x) or is_wide(*x.stride(), *x.shape)
 
 
-def _warps_1x128(x: Tensor, columnwise: bool, grouped: bool) -> int:
+def _warps_1x128(x: Tensor, columnwise: bool, grouped: bool, even: bool) -> int:
     if not columnwise:
-        return 8 if x.shape[0] % 32 == 0 and x.shape[1] % BLOCK == 0 else 4
+        return 8 if even else 4
     # others would spill
     if x.dtype != torch.float32:
         return 8 if grouped or _vectorised(x) else 16
@@ -167,11 +167,13 @@ def plan_1x128(
     With ``offs``, by groups; or of what ``producer`` makes of ``x``.
     """
     m, k = x.shape
-    groups = 0 if offs is None else offs.shape[0]
-    blocks_m = blocks_of(m, groups, row is not None)
-    tile_m = BLOCK if col else 32
     made = row or col
     assert made is not None
+    groups = 0 if offs is None or col is None else offs.shape[0]  # rows of any group: one by one
+    tile_m = BLOCK if col else 32
+    tiles_m = blocks_of(x, groups, row is not None) if col else ceil_div(len(made.data), tile_m)
+    columns = col.data.shape[1] if col else 0
+    even = offs is None and m % tile_m == 0 and k % BLOCK == 0
     (row_data, row_scale), (col_data, col_scale) = (
         (out[:2] if out else (x, x)) for out in (row, col)
     )
@@ -180,26 +182,28 @@ def plan_1x128(
     strides_of_more = [y.stride(0) for y in producer.more]
     return Launch(
         cast_1x128_kernel,
-        ((blocks_m if col else ceil_div(m, tile_m)) * blocks_k * producer.parts,),
+        (tiles_m * blocks_k * producer.parts,),
         # two unit strides (K = 1) would make the compiler choose a layout that spills
-        (x, row_data, row_scale, col_data, col_scale, m, k, x.stride(0), x.stride(1) * (k > 1),
-         col.data.shape[1] if col else m, row_scale.stride(1), col_scale.stride(0 if square else 1),
-         blocks_k, x if offs is None else offs, groups,
-         col.data.shape[1] if col else 0,
-         *producer.arguments(x, (row_data, row_scale, col_data, col_scale))),
+        (x, row_data, row_scale, col_data, col_scale, m if offs is None else Rows(x), k,
+         x.stride(0), x.stride(1) * (k > 1), columns, row_scale.stride(1),
+         col_scale.stride(0 if square else 1), blocks_k, x if offs is None else offs, groups,
+         columns, *producer.arguments(x, (row_data, row_scale, col_data, col_scale))),
         {
             "TILE_M": tile_m,
             "ROWWISE": row is not None,
             "COLUMNWISE": col is not None,
             "SQUARE": square,
-            "EVEN": offs is None and m % tile_m == 0 and k % BLOCK == 0,
-            "WIDE": is_wide(*x.stride(), *strides_of_more, m, k * producer.widths),
+            "EVEN": even,
+            "WIDE": is_wide(*x.stride(), *strides_of_more, group_rows(m), k * producer.widths),
             "POWER_OF_TWO": made.format.power_of_two,
             "METHOD": method_for(x.dtype),
             "GROUPS": padded_groups(groups),
             **producer.constants(),
         },
-        {"num_warps": _warps_1x128(x, col is not None, offs is not None), "enable_fp_fusion": True},
+        {
+            "num_warps": _warps_1x128(x, col is not None, offs is not None, even),
+            "enable_fp_fusion": True,
+        },
     )  # fmt: skip
 
 
@@ -216,4 +220,4 @@ def _splits(x: Tensor, row: Quantized, col: Quantized, offs: Tensor | None) -> b
     return is_awkward(x) and (x.dtype == torch.float32 or mixed)
 
 
-casts = Casts(plan_1x128, _splits)
+casts = Casts(plan_1x128, plan_1x128, _splits)

@@ -62,8 +62,10 @@ def grouped_gemms_fail(device: torch.device) -> str | None:
     if differ(made, reference.grouped_gemm(a, b, ends, None, dtype)):
         return "grouped GEMMs differ from the reference"
     for format in (BLOCKS_1X128, BLOCKS_128X128):
-        g = reference.quantize_grouped_columnwise(x, ends, BLOCKS_1X128)
-        c = reference.quantize_grouped_columnwise(x, ends, format)
+        _, g = reference.quantize_grouped(x, ends, None, BLOCKS_1X128)
+        _, c = reference.quantize_grouped(x, ends, None, format)
+        assert g is not None
+        assert c is not None
         wanted = reference.grouped_gemm_wgrad(g, c, ends, len(x), torch.float32)
         operands = on(device, g), on(device, c), offs, len(x)
         made = hopper_launch.grouped_gemm_wgrad(*operands, dtype)

@@ -45,10 +45,8 @@ ACTIVATIONS = {
 def _forms(
     x: Tensor, offs: Tensor | None, rowwise: BlockFormat | None, columnwise: BlockFormat | None
 ) -> Forms:
-    if offs is None or columnwise is None:
+    if offs is None:
         return ops.quantize_forms(x, rowwise, columnwise)
-    if rowwise is None:
-        return None, ops.quantize_grouped_columnwise(x, offs, columnwise)
     return ops.quantize_grouped(x, offs, rowwise, columnwise)
 
 

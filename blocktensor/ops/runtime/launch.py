@@ -26,11 +26,17 @@ class _Thread(threading.local):
 this_thread = _Thread()
 
 
+class Rows(NamedTuple):
+    """The number of rows of a tensor, as an argument that a recording reads anew at each call."""
+
+    of: Tensor
+
+
 class Launch(NamedTuple):
     """One launch of a Triton or Gluon kernel.
 
     Planning needs shapes, strides and dtypes only: a launch planned from meta tensors can be
-    compiled for an absent GPU. ``args`` are integers, tensors and Gluon's host-side
+    compiled for an absent GPU. ``args`` are integers, :class:`Rows`, tensors and Gluon's host-side
     ``TensorDescriptor`` objects over tensors, at least one of the last two kinds. ``options`` say
     whether a multiplication and an addition are fused (``enable_fp_fusion``): Triton's default
     differs from version to version. ``compiling`` is entered while Triton may compile.
@@ -55,9 +61,10 @@ class Launch(NamedTuple):
         if self.grid[0] == 0:
             return
         device = next(t.device.index for t in map(pointed_at, self.args) if t is not None)
+        args = [len(x.of) if type(x) is Rows else x for x in self.args]
         try:
             with torch.cuda.device(device), self.compiling():  # Triton takes the current device
-                compiled = self.kernel[self.grid](*self.args, **self.constants, **self.options)
+                compiled = self.kernel[self.grid](*args, **self.constants, **self.options)
         except Exception as error:
             from .triton_compat.compiler import is_failed_compilation  # needs Triton
 

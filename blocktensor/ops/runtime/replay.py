@@ -3,10 +3,11 @@
 A recorded function allocates tensors, plans launches from its arguments' shapes and strides, and
 launches. None of it depends on values or addresses, so calls with arguments of the same kind
 (``specialize.py``) can repeat a recorded one with new addresses: they allocate the same tensors and
-call the compiled kernels directly. Results are the same, bit for bit.
+call the compiled kernels directly. Results are the same, bit for bit. Calls of one kind may differ
+in a number of rows that kernels get as :class:`~.launch.Rows`.
 
-The second call of a kind is recorded, as many kinds are met once: experts of a rank get another
-number of rows at every step, and a recording takes as long as several ordinary calls.
+The second call of a kind is recorded, as many kinds are met once: batches have other lengths, and a
+recording takes as long as several ordinary calls.
 
 Every call reads addresses and the caller's stream. Calls share no mutable state except tensor maps,
 which depend only on an address: threads, streams and CUDA graph capture need no special handling.
@@ -46,16 +47,6 @@ class Replay(Recording):
         self._function, self._is_first = function, True
         if launcher.launcher() is None:
             self.player = function
-
-    @property
-    def is_recorded(self) -> bool:
-        """True once calls are repeated."""
-        return self.player not in (None, self._function)
-
-    @property
-    def is_refused(self) -> bool:
-        """True once it is known that they cannot be."""
-        return self.player is self._function
 
     def __call__(self, *args: Any) -> Any:
         """Run the function."""
@@ -146,9 +137,8 @@ def _tensors(args: tuple[Any, ...]) -> dict[str, Tensor]:
 #         c4(c5, c6, c7, stream, c8, c9, c10, c11, None, None, None, None, None, c12, c13, (…))
 #         return m0
 #
-# Numbers are constants too, so calls that differ in their sizes have one text, compiled once:
-# experts get other rows at every step. Tensors that a player allocates and does not return share
-# one allocation.
+# Numbers are constants too, so calls that differ in their sizes have one text, compiled once.
+# Tensors that a player allocates and does not return share one allocation.
 
 _ALIGNMENT = 512
 
@@ -162,7 +152,8 @@ def _player(
 ) -> Callable[..., Any]:
     """Return a function that repeats ``function`` for arguments like ``args``."""
     names = [f"a{i}" for i in range(len(args))]
-    known = _tensors(args)
+    arguments = _tensors(args)
+    known = dict(arguments)
     device = next(iter(known.values())).get_device()
     if any(x.get_device() != device for x in made):
         raise _NotRepeatable
@@ -202,7 +193,8 @@ def _player(
     body.append(f"stream = current_stream({device})")
     body += [f"p_{name} = {value}" for name, value in pointers.items()]
 
-    def address(tensor: Tensor) -> str:
+    def source(tensor: Tensor) -> tuple[str, int]:
+        """Return the name of what ``tensor`` is or lies in, and its distance from the start."""
         at = tensor.data_ptr()
         found = [(name, x) for name, x in known.items() if x.data_ptr() == at]
         if not found:  # a part of one of them
@@ -212,8 +204,15 @@ def _player(
         if len(found) != 1:
             raise _NotRepeatable
         ((name, x),) = found
-        behind = at - x.data_ptr()
+        return name, at - x.data_ptr()
+
+    def address(tensor: Tensor) -> str:
+        name, behind = source(tensor)
         return f"p_{name} + {constant(behind)}" if behind else f"p_{name}"
+
+    def rows(tensor: Tensor) -> str:
+        name, _ = source(tensor)
+        return f"{name}.shape[0]" if name in arguments else constant(len(tensor))
 
     def written(values: list[Any]) -> list[str]:
         return ["None" if x is None else constant(x) for x in values]
@@ -223,6 +222,8 @@ def _player(
         head[launcher.STREAM] = "stream"
         for place, tensor in kernel.pointers:
             values[place] = address(tensor)
+        for place, tensor in kernel.rows:
+            values[place] = rows(tensor)
         for place, tensor, make in kernel.maps:
             at, maps = address(tensor), TensorMaps(make, tensor.data_ptr())
             values[place] = f"{constant(maps.known)}.get({at}) or {constant(maps.new)}({at})"

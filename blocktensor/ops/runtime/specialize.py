@@ -80,19 +80,21 @@ class Specialized(Generic[Result]):
         decide: takes the arguments of a call, returns the function that runs calls of its kind. An
             exception reaches the caller, and nothing is remembered.
         dispatch: called instead if the first argument must go through the dispatcher.
-
-    The key is :func:`key_of` the arguments, with ``BLOCKTENSOR_GEMM``: ``decide`` and its result
-    may look at nothing else.
+        key: returns all of the arguments that ``decide`` and its result may look at, with
+            ``BLOCKTENSOR_GEMM``.
 
     Threads may share one: two that meet a new kind together both decide, and either result serves.
     """
 
-    __slots__ = ("_decide", "_dispatch", "_table")
+    __slots__ = ("_decide", "_dispatch", "_key", "_table")
 
     def __init__(
-        self, decide: Callable[..., Result], dispatch: Callable[..., Any] | None = None
+        self,
+        decide: Callable[..., Result],
+        dispatch: Callable[..., Any] | None = None,
+        key: Callable[[tuple[Any, ...]], Hashable] = key_of,
     ) -> None:
-        self._decide, self._dispatch = decide, dispatch
+        self._decide, self._dispatch, self._key = decide, dispatch, key
         self._table: dict[Hashable, Result] = {}
 
     def __call__(self, *args: Any) -> Any:
@@ -104,7 +106,7 @@ class Specialized(Generic[Result]):
             return self._dispatch(*args)
         if this_thread.watch is not None:
             return self.run(*args)
-        run: Any = self._table.get((key_of(args), _environment.get(_VARIABLE)))
+        run: Any = self._table.get((self._key(args), _environment.get(_VARIABLE)))
         return self.run(*args) if run is None else run(*args)
 
     def run(self, *args: Any) -> Any:
@@ -120,12 +122,12 @@ class Specialized(Generic[Result]):
         run = self.find(*args)
         result = run(*args)
         if isinstance(run, Recording) and run.player is not None:
-            self._table[key_of(args), _environment.get(_VARIABLE)] = cast(Result, run.player)
+            self._table[self._key(args), _environment.get(_VARIABLE)] = cast(Result, run.player)
         return result
 
     def find(self, *args: Any) -> Result:
         """Return the decision for calls like this one."""
-        return self.find_by(key_of(args), *args)
+        return self.find_by(self._key(args), *args)
 
     def find_by(self, key: Hashable, *args: Any) -> Result:
         """Run :meth:`find` with a key that says as much of ``args`` as the decision depends on."""

@@ -12,8 +12,11 @@ from torch import Generator, Tensor
 
 from blocktensor.ops import formats, reference
 from blocktensor.ops.cast import gluon_columnwise, ops, triton_cast
+from blocktensor.ops.cast.ops import _key_of_steps
 from blocktensor.ops.formats import ACTIVATION_FORMATS, BLOCKS_1X128, BLOCKS_128X128, BlockFormat
-from tests.support.groups import drawn, ends, filled
+from blocktensor.ops.op import OPS
+from blocktensor.ops.runtime.replay import Replay
+from tests.support.groups import drawn, ends, filled, first
 from tests.support.numeric import DTYPES, KINDS, assert_same_forms, values
 
 pytestmark = pytest.mark.gpu
@@ -31,11 +34,16 @@ def check(
     other: BlockFormat | None = None,
 ) -> None:
     offs = ends(*sizes, device=CUDA)
-    want_row, want_col = reference.quantize_grouped(x.cpu(), offs.cpu(), format, other)
-    row, col = module.quantize_grouped(x, offs, format, other)
-    alone = module.quantize_grouped_columnwise(x, offs, other or format)
-    assert_same_forms(row, want_row)
-    for form in (col, alone):
+    formats = format, other or format
+    want_row, want_col = reference.quantize_grouped(x.cpu(), offs.cpu(), *formats)
+    row, col = module.quantize_grouped(x, offs, *formats)
+    row_alone, none = module.quantize_grouped(x, offs, format, None)
+    also_none, col_alone = module.quantize_grouped(x, offs, None, formats[1])
+    assert none is also_none is None
+    for form in (row, row_alone):
+        assert form.data.shape == want_row.data.shape
+        assert_same_forms(first(form, len(x)), first(want_row, len(x)))
+    for form in (col, col_alone):
         assert_same_forms(filled(form, sizes), filled(want_col, sizes))
 
 
@@ -53,6 +61,14 @@ def test_any_groups(module: object, dtype: torch.dtype, square: bool) -> None:
         check(module, x, case.sizes, ACTIVATION_FORMATS[rounding], other)
 
 
+def test_rows_within_a_step_share_a_recording() -> None:
+    for rows in (*range(260, 510, 23), 512):
+        check(ops, torch.randn(rows, 256, device=CUDA).bfloat16(), (rows - 200, 150))
+    x = torch.randn(300, 256, device=CUDA).bfloat16()
+    key = (_key_of_steps((x, ends(100, 150, device=CUDA), BLOCKS_1X128, BLOCKS_1X128)), None)
+    assert not isinstance(OPS["quantize_grouped"]._table[key], Replay)  # but its player
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_values(kind: str, rng: Generator) -> None:
     x = values(kind, 300, 264, torch.bfloat16, rng).to(CUDA)
@@ -64,9 +80,8 @@ def test_strided_rows() -> None:
     sizes = 129, 171
     check(ops, torch.randn(300, 600, device=CUDA).bfloat16()[:, 8:520], sizes)
     transposed, offs = torch.randn(512, 300, device=CUDA).bfloat16().t(), ends(*sizes, device=CUDA)
-    col, want = (
-        module.quantize_grouped_columnwise(transposed, offs, BLOCKS_1X128)
-        for module in (ops, reference)
+    (_, col), (_, want) = (
+        module.quantize_grouped(transposed, offs, None, BLOCKS_1X128) for module in (ops, reference)
     )
     assert_same_forms(filled(col, sizes), filled(want, sizes))
 
@@ -76,9 +91,9 @@ def test_strided_rows() -> None:
 def test_ends_that_decrease_or_lie_beyond_the_tokens(module: Any, wrong: list[int]) -> None:
     x = torch.randn(300, 256, device=CUDA).bfloat16()
     offs = torch.tensor(wrong, dtype=torch.int32, device=CUDA)
-    row, _ = module.quantize_grouped(x, offs, BLOCKS_1X128)
+    row, _ = module.quantize_grouped(x, offs, BLOCKS_1X128, BLOCKS_1X128)
     torch.cuda.synchronize()  # it does not stop: nothing else is read or written
-    assert row.data.shape == x.shape
+    assert row.data.shape == (512, 256)
 
 
 @pytest.mark.parametrize("experts", [1, 31, 32, 33, 256, 1000])

@@ -10,7 +10,7 @@ import torch
 from torch import Generator, Tensor
 
 from blocktensor.ops import formats, reference
-from blocktensor.ops.cast.ops import quantize_grouped, quantize_grouped_columnwise
+from blocktensor.ops.cast.ops import quantize_grouped
 from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_128X128, KERNEL_FORMATS, BlockFormat
 from blocktensor.ops.grouped_gemm import ops
 from blocktensor.ops.grouped_gemm.choose_backend import GroupedProblem
@@ -67,9 +67,9 @@ def test_no_op_reads_the_ends_on_the_host(rng: Generator) -> None:
     offs, x, g = ends(10, 20), torch.randn(40, K), torch.randn(40, N)
     b = stack(2, N, K, rng)
     with Trace() as trace:
-        row, col = quantize_grouped(x, offs, BLOCKS_1X128)
+        row, col = quantize_grouped(x, offs, BLOCKS_1X128, BLOCKS_1X128)
         ops.grouped_gemm(row, b, offs)
-        form = quantize_grouped_columnwise(g, offs, BLOCKS_1X128)
+        _, form = quantize_grouped(g, offs, None, BLOCKS_1X128)
         ops.grouped_gemm_wgrad(form, col, offs, 40)
     assert trace.count("blocktensor.") == 4
     assert trace.count("item") == trace.count("_local_scalar_dense") == 0
@@ -120,7 +120,9 @@ def test_ends_that_are_out_of_order_or_of_range_are_moved() -> None:
 
 @pytest.mark.parametrize(("rows", "groups"), [(1, 1), (128, 1), (129, 2), (300, 5), (7, 7)])
 def test_the_bound_on_blocks_is_reached(rows: int, groups: int) -> None:
-    sizes = [1] * (groups - 1) + [rows - groups + 1]
+    whole = formats.group_rows(rows)
+    assert rows <= whole == formats.group_rows(whole) < rows + formats.GROUP_STEP
+    sizes = [1] * (groups - 1) + [whole - groups + 1]
     assert formats.group_blocks(rows, groups) == sum(-(-size // 128) for size in sizes)
 
 
@@ -168,7 +170,7 @@ def test_bad_rows_of_no_group_reach_nothing(rng: Generator) -> None:
     results = []
     for bad in (0.0, float("nan")):
         g[sum(sizes) :] = x[sum(sizes) :] = bad
-        row, col = reference.quantize_grouped(x, offs, BLOCKS_1X128)
+        row, col = reference.quantize_grouped(x, offs, BLOCKS_1X128, BLOCKS_1X128)
         y = reference.grouped_gemm(row, b, offs, None, torch.bfloat16)
         dw = reference.grouped_gemm_wgrad(columnwise(g, offs), col, offs, rows, torch.bfloat16)
         results.append((y, dw))

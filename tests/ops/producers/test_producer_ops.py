@@ -101,8 +101,8 @@ def test_blocks_begin_anew_at_groups(rng: Generator) -> None:
     h, offs = F.silu(gate) * up, ends(*sizes)
     for row, col in ((BLOCKS_1X128, BLOCKS_1X128), (None, BLOCKS_128X128), (BLOCKS_1X128, None)):
         got_row, got_col = reference.gated(gate, up, "silu", row, col, offs)
-        assert_same_forms(got_row, None if row is None else casts.quantize_rowwise(h, row))
-        assert (got_col is None) == (col is None)
-        if got_col is not None and col is not None:
-            want = casts.quantize_grouped_columnwise(h, offs, col)
-            assert_same_forms(filled(got_col, sizes), filled(want, sizes))
+        want_row, want_col = casts.quantize_grouped(h, offs, row, col)
+        assert_same_forms(got_row, want_row)
+        assert (got_col is None) == (want_col is None)
+        if got_col is not None and want_col is not None:
+            assert_same_forms(filled(got_col, sizes), filled(want_col, sizes))

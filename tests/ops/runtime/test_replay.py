@@ -23,7 +23,7 @@ pytest.importorskip("triton")
 
 from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_128X128, Quantized
 from blocktensor.ops.runtime import replay
-from blocktensor.ops.runtime.launch import Launch
+from blocktensor.ops.runtime.launch import Launch, Rows
 from blocktensor.ops.runtime.replay import Replay
 from tests.support.fake_driver import (
     STREAM,
@@ -186,7 +186,7 @@ def test_arguments_at_one_address_are_not_recorded(in_tuple: bool) -> None:
     for _ in range(2):
         assert torch.equal(a.call(*args(x, x)), 4 * x)
         found = a.table.find(*args(x, x))
-        assert (found.is_recorded, found.is_refused) == (False, False)
+        assert found.player is None
     for _ in range(2):
         assert torch.equal(a.call(*args(y, z)), 3 * y + z)
     assert torch.equal(a.call(*args(x, x)), 4 * x)
@@ -264,6 +264,20 @@ def test_calls_that_differ_in_sizes_have_one_text() -> None:
         x, y = draw(2, size)
         assert torch.equal(a.call(x, y, size)[0], size * y + x)
     assert (replay._maker.cache_info().misses, len(a.kernel.direct)) == (1, 9)
+
+
+def test_numbers_of_rows_are_read_at_every_call() -> None:
+    def first_rows(x: Tensor, y: Tensor) -> Tensor:
+        made, out = torch.empty_like(y), torch.empty_like(y)
+        for of, target in ((x, out), (made, made)):
+            Launch(kernel, (1,), (x, y, target, Rows(of), 3), {"FLAG": True}, {})()
+        return out
+
+    kernel = Kernel(axpy_body, ["x", "y", "out", "count", "factor", "FLAG"])
+    run, (x, y) = Replay(first_rows), draw(2, 8)
+    for rows in (8, 5, 7, 3, 8):
+        assert torch.equal(run(x[:rows], y)[:rows], (3 * x + y)[:rows])
+    assert len(kernel.direct) == 6
 
 
 def test_threads_share_recordings() -> None:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import triton
 from torch import Tensor
 
-from ..launch import Launch, pointed_at
+from ..launch import Launch, Rows, pointed_at
 
 STREAM = 3
 """Index of the stream in the head of a call."""
@@ -30,14 +30,15 @@ class Unsupported(Exception):
 
 
 class RawKernel(NamedTuple):
-    """A compiled kernel's C function, and its arguments without stream, pointers and tensor maps.
+    """A compiled kernel's C function, and its arguments but for those that change.
 
     Attributes:
         launch: the C function: ``launch(*head, *arguments)``, or ``launch(*head, arguments)`` if
             ``in_tuple``.
         head: the first arguments; the stream is missing.
-        arguments: those of the kernel; pointers and tensor maps are missing.
+        arguments: those of the kernel; pointers, numbers of rows and tensor maps are missing.
         pointers: places in ``arguments`` of pointers, each with its tensor.
+        rows: places of numbers of rows, each with the tensor that has them.
         maps: places of tensor maps, each with its tensor and a function that makes a map for
             another address.
         in_tuple: True if the C function takes the kernel's arguments as one tuple.
@@ -49,6 +50,7 @@ class RawKernel(NamedTuple):
     head: list[Any]
     arguments: list[Any]
     pointers: list[tuple[int, Tensor]]
+    rows: list[tuple[int, Tensor]]
     maps: list[tuple[int, Tensor, Callable[[int], Any]]]
     in_tuple: bool
     compiled: Any
@@ -188,6 +190,7 @@ def raw_kernel(launch: Launch, compiled: Any) -> RawKernel:
         raise Unsupported("a sanitizer passes arguments of its own")
     arguments: list[Any] = []
     pointers: list[tuple[int, Tensor]] = []
+    rows: list[tuple[int, Tensor]] = []
     maps: list[tuple[int, Tensor, Callable[[int], Any]]] = []
     described = iter(compiled.metadata.tensordesc_meta or ())
     for of, value in _parameters(launch, compiled):
@@ -201,13 +204,14 @@ def raw_kernel(launch: Launch, compiled: Any) -> RawKernel:
         elif of.startswith("*") and tensor is value:
             pointers.append((place, tensor))
             arguments.append(None)
-        elif of in ("i32", "i64") and isinstance(value, int):
-            arguments.append(value)
+        elif of in ("i32", "i64") and isinstance(value, (int, Rows)):
+            arguments.append(value if isinstance(value, int) else None)
+            rows += [] if isinstance(value, int) else [(place, value.of)]
         else:
             raise Unsupported(f"an argument {of} that is {value!r}")
     head = kind.head(launch.grid[0], run, compiled)
     function = kind.function(run)
-    return RawKernel(function, head, arguments, pointers, maps, kind.in_tuple, compiled)
+    return RawKernel(function, head, arguments, pointers, rows, maps, kind.in_tuple, compiled)
 
 
 def _driver() -> Any:
