@@ -29,7 +29,8 @@ with needs("rich", "blocktensor", "torchtitan", install="'.[demo,torchtitan]'"):
 DESCRIPTION = """\
 Train a model of torchtitan 0.3.0 in bf16 and in FP8, from the same seeds, on the Python sources of
 the standard library, and compare losses, speed and memory. Weights are random, downloads none.
-The ranks of torchrun share every layer: tensor parallel.
+The ranks of torchrun share every layer (tensor parallel) or, with --cp, every sequence (context
+parallel).
 """
 
 EPILOG = """\
@@ -38,6 +39,7 @@ examples:
   python examples/torchtitan_fp8.py --model llama3_8b --layers 8 --compile
   python examples/torchtitan_fp8.py --model deepseek_v3_16b --layers 4
   torchrun --nproc-per-node 2 examples/torchtitan_fp8.py --model llama3_8b --layers 8 --compile
+  torchrun --nproc-per-node 2 examples/torchtitan_fp8.py --model llama3_8b --layers 8 --cp 2
 """
 
 MODELS = ("llama3_debugmodel", "llama3_8b", "deepseek_v3_debugmodel", "deepseek_v3_16b")
@@ -138,9 +140,11 @@ def configured(options: argparse.Namespace, fp8: dict[str, Any] | None) -> Any:
     config.training.local_batch_size, config.training.seq_len = options.batch, options.seq
     config.lr_scheduler.warmup_steps = min(config.lr_scheduler.warmup_steps, options.steps // 4)
     config.parallelism.spmd_backend = "partial_dtensor"
-    config.parallelism.tensor_parallel_degree = int(os.environ["WORLD_SIZE"])
+    config.parallelism.context_parallel_degree = options.cp
+    config.parallelism.tensor_parallel_degree = int(os.environ["WORLD_SIZE"]) // options.cp
     config.parallelism.expert_parallel_degree = 1
     config.compile.enable = options.compile
+    config.compile.enable_async_tensor_parallel = options.async_tp
     if options.compile and config.parallelism.tensor_parallel_degree > 1:
         config.activation_checkpoint = None  # torch 2.13 compiles none of it there
     config.checkpoint.enable = False
@@ -225,6 +229,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--batch", type=int, default=1, help="sequences of a step (default: 1)")
     add("--seq", type=int, default=8192, help="tokens of a sequence (default: 8192)")
     add("--compile", action="store_true", help="compile every block")
+    add("--cp", type=int, default=1, help="ranks that share every sequence (default: 1)")
+    add("--async-tp", action="store_true", help="torchtitan's async tensor parallel")
     add("--seed", type=int, default=0, help="decides weights (default: 0)")
     add("--variants", nargs="+", choices=tuple(VARIANTS), help="what runs (default: all that can)")
     add("--out", type=Path, default=Path("runs/torchtitan"), help="folder of result.json")
@@ -233,9 +239,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(
             f"--steps {options.steps}: expected at least 4, of which the second half is timed"
         )
-    if options.variants is None:
-        is_alone = os.environ.get("WORLD_SIZE", "1") == "1"  # fuse needs whole modules
-        options.variants = [name for name in VARIANTS if is_alone or "fused" not in name]
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if options.cp < 1 or ranks % options.cp:
+        parser.error(f"--cp {options.cp}: expected a divisor of the number of ranks, {ranks}")
+    if options.async_tp and not options.compile:
+        parser.error("--async-tp needs --compile")
+    if options.variants is None:  # fuse needs whole modules
+        options.variants = [name for name in VARIANTS if ranks == 1 or "fused" not in name]
     if options.variants[0] != "bf16":
         parser.error("--variants must begin with bf16, which the others are compared with")
     return options
