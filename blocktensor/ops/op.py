@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import NoneType
 from typing import Any, Literal, ParamSpec, TypeVar, get_args, get_origin, get_type_hints
 
@@ -24,7 +24,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from .formats import BlockFormat, Quantized, named
 from .registry import Backend
-from .runtime.specialize import Specialized, key_of, recorded
+from .runtime.specialize import KeyOf, Specialized, key_of, recorded
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -39,7 +39,7 @@ def op(
     check: Callable[..., object] | None = None,
     decide: Callable[..., Callable[..., Any]] | None = None,
     formats: Callable[..., Any] | None = None,
-    key: Callable[[tuple[Any, ...]], Hashable] = key_of,
+    key: KeyOf = key_of,
     flops: Callable[..., int] | None = None,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Register an op and return the function that runs it.
@@ -78,10 +78,10 @@ def op(
 
         def counted(*flat: Any, **_: Any) -> int:
             assert flops is not None
-            return flops(*schema.arguments(flat))
+            return flops(*schema.arguments(*flat))
 
         def compute(*flat: Any) -> Any:
-            return schema.tensors(table.run(*schema.arguments(flat)))
+            return schema.tensors(table.run(*schema.arguments(*flat)))
 
         OPS[name] = table = Specialized(checked, dispatch, key)
         registered = torch.library.custom_op(
@@ -89,7 +89,7 @@ def op(
         )
         _skip_layers(name, compute)
         make: Callable[..., Any] = fake
-        registered.register_fake(lambda *flat: schema.tensors(make(*schema.arguments(flat))))
+        registered.register_fake(lambda *flat: schema.tensors(make(*schema.arguments(*flat))))
         if flops is not None:
             register_flop_formula(getattr(torch.ops.blocktensor, name))(counted)
         return _called(fake, table)
@@ -218,24 +218,34 @@ class _Schema:
                 flat.append(x)
         return flat
 
-    def arguments(self, flat: Sequence[Any]) -> list[Any]:
-        """Return the arguments of the function; the dispatcher omits the last if defaults."""
-        rest, args = iter(flat), []
-        for name, kind in self._kinds.items():
-            x = next(rest, self._defaults[name])
-            if kind is Quantized:
-                x = Quantized(x, next(rest), named(next(rest)))
-            elif isinstance(x, str) and BlockFormat in (kind, *get_args(kind)):
-                x = named(x)
-            args.append(x)
-        return args
+    @functools.cached_property
+    def arguments(self) -> Callable[..., tuple[Any, ...]]:
+        """The function that returns the function's arguments, of those of the registered op.
 
-    def tensors(self, made: Any) -> Any:
-        """Return the result of the registered op, of that of the function."""
-        if self._returned is Tensor:
-            return made
-        tensors = [x for form in _forms(made) for x in form[:2]]
-        return tensors if self.text.endswith("[]") else tuple(tensors)
+        Compiled from text, as compiled graphs call it for every op; the dispatcher omits the last
+        arguments if they are defaults.
+        """
+        given, made = [], []
+        for name, kind in self._kinds.items():
+            default = "" if self._defaults[name] is inspect.Parameter.empty else f"={name}"
+            if kind is Quantized:
+                given += [f"{name}, {name}_scale, {name}_format"]
+                made.append(f"Quantized({name}, {name}_scale, named({name}_format))")
+            else:
+                given.append(f"{name}{default}")
+                is_format = BlockFormat in (kind, *get_args(kind))
+                made.append(f"{name} and named({name})" if is_format else name)
+        text = f"lambda {', '.join(given)}: ({', '.join(made)},)"
+        scope = {"Quantized": Quantized, "named": named, **self._defaults}
+        function: Callable[..., tuple[Any, ...]] = eval(text, scope)
+        return function
+
+    @functools.cached_property
+    def tensors(self) -> Callable[[Any], Any]:
+        """The function that returns the result of the registered op, of that of the function."""
+        if self._returned in (Tensor, Quantized):
+            return lambda made: made if isinstance(made, Tensor) else made[:2]
+        return lambda made: [x for form in _forms(made) for x in form[:2]]
 
     def formats_of_arguments(self, *args: Any) -> Any:
         """Return the format of the i-th result: the i-th one among the arguments, or the last."""

@@ -31,6 +31,7 @@ PLAIN = (Tensor, nn.Parameter)
 """Types of tensors that have memory: neither fake nor wrappers."""
 
 Result = TypeVar("Result")
+KeyOf = Callable[[tuple[Any, ...]], Hashable]
 
 # The dictionary of os.environ, if it has one: a read through os.environ takes a microsecond.
 _environment: Any = getattr(os.environ, "_data", os.environ)
@@ -89,10 +90,7 @@ class Specialized(Generic[Result]):
     __slots__ = ("_decide", "_dispatch", "_key", "_table")
 
     def __init__(
-        self,
-        decide: Callable[..., Result],
-        dispatch: Callable[..., Any] | None = None,
-        key: Callable[[tuple[Any, ...]], Hashable] = key_of,
+        self, decide: Callable[..., Result], dispatch: Any = None, key: KeyOf = key_of
     ) -> None:
         self._decide, self._dispatch, self._key = decide, dispatch, key
         self._table: dict[Hashable, Result] = {}
