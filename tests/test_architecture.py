@@ -58,13 +58,9 @@ RANKS = (
 # Modules that a user may import; all other folders say in their docstring that they are internal.
 PUBLIC = (
     "blocktensor",
-    "blocktensor.functional",
-    "blocktensor.distributed",
-    "blocktensor.recipe",
-    "blocktensor.reports",
-    "blocktensor.integrations",
-    "blocktensor.integrations.torchtitan",
-    "blocktensor.integrations.transformers",
+    *("blocktensor.functional", "blocktensor.distributed", "blocktensor.recipe"),
+    *("blocktensor.reports", "blocktensor.integrations"),
+    *("blocktensor.integrations.torchtitan", "blocktensor.integrations.transformers"),
 )
 
 FORMATS = "blocktensor.ops.formats"
@@ -148,8 +144,7 @@ def block_sizes(modules: dict[str, Path]) -> list[str]:
         if module == FORMATS or in_kernels:
             continue
         for node in ast.walk(tree):
-            is_size = isinstance(node, ast.Constant) and type(node.value) is int
-            if is_size and node.value == 128:
+            if isinstance(node, ast.Constant) and type(node.value) is int and node.value == 128:
                 found.append(f"{module}:{node.lineno}: 128")
             if isinstance(node, ast.arg) and node.arg == "power_of_two":
                 found.append(f"{module}:{node.lineno}: power_of_two")
@@ -236,12 +231,9 @@ def test_a_circle_is_found(back: bool) -> None:
 @pytest.mark.parametrize(
     ("module", "target", "allowed"),
     [
-        ("tensor.weight", "tensor.base", True),
-        ("tensor.weight", "autograd.linear", False),
-        ("tensor.weight", "", False),
-        ("tensor.weight", "ops.cast.ops", True),
-        ("autograd.linear", "tensor.base", True),
-        ("ops.cast.ops", "tensor.base", False),
+        *(("tensor.weight", "tensor.base", True), ("tensor.weight", "autograd.linear", False)),
+        *(("tensor.weight", "", False), ("tensor.weight", "ops.cast.ops", True)),
+        *(("autograd.linear", "tensor.base", True), ("ops.cast.ops", "tensor.base", False)),
         ("ops.gemm.ops", "ops.cast", True),
         ("ops.gemm.hopper.launch", "ops.gemm.ops", False),
         ("ops.gemm.ops", "ops.gemm.hopper.launch", True),

@@ -123,8 +123,7 @@ def test_the_version_is_the_one_declared() -> None:
     declared = re.search(r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.M)
     assert declared is not None
     assert blocktensor.__version__ == declared[1]
-    citation = (ROOT / "CITATION.cff").read_text("utf-8").splitlines()
-    assert f"version: {declared[1]}" in citation
+    assert f"version: {declared[1]}" in (ROOT / "CITATION.cff").read_text("utf-8").splitlines()
     with contextlib.suppress(metadata.PackageNotFoundError):  # run from a checkout
         assert metadata.version("blocktensor") == declared[1]
 

@@ -92,7 +92,6 @@ def test_gated_mlps(dtype: torch.dtype) -> None:
         x = randn(rows, k, seed=i, dtype=dtype, device="cuda") / 8  # fp16 holds 65,504 at most
         x.requires_grad_(draw.random() < 0.9)
         ws[draw.randrange(3)].requires_grad_(draw.random() < 0.8)
-
         options: dict[str, Any] = {"activation": activation, "recompute": recompute}
         fused = partial(functional.gated_mlp, **options)
         eager = partial(unfused, activation=activation)

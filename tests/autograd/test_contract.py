@@ -165,8 +165,7 @@ def test_autocast(kind: str, dtype: torch.dtype, of_x: torch.dtype, of_w: torch.
 
 @every_kind
 def test_frozen_weights_in_fp8_alone(kind: str, run: Run, device: torch.device) -> None:
-    every = tuple(places(kind))
-    operands = weights(kind, every, device=device)
+    operands = weights(kind, tuple(places(kind)), device=device)
     alone = [w._quantized() if is_fp8(w) else w for w in operands]
     wanted = results(run, inputs(device=device), operands)
     assert_bits(results(run, inputs(device=device), alone)[:2], wanted[:2])

@@ -94,8 +94,7 @@ def test_biases(name: str, trained: tuple[int, ...], frozen: tuple[int, ...]) ->
     for i in {*trained} & {*range(len(biases))}:
         biases[i].requires_grad_()
     for x_grad in (True, False):
-        operands = [*kind.weights(frozen=frozen), *biases]
-        kind.assert_same_bits(kind.inputs(70, grad=x_grad), operands)
+        kind.assert_same_bits(kind.inputs(70, grad=x_grad), [*kind.weights(frozen=frozen), *biases])
 
 
 def test_other_uses_of_the_input_sum_in_the_same_order() -> None:

@@ -176,8 +176,7 @@ class History:
             loss = functional.linear_cross_entropy(x, head, target) if fp8 else None
             x = F.cross_entropy(plain(x, head), target) if loss is None else loss
         seen["y"] = x.detach().clone()
-        grad = randn(*x.shape, seed=99, dtype=torch.float32)
-        self.differentiate(x, grad, names, start, seen)
+        self.differentiate(x, randn(*x.shape, seed=99, dtype=torch.float32), names, start, seen)
         for name, tensor in names:
             if tensor.grad is not None:
                 seen[f"grad {name}"] = tensor.grad

@@ -162,8 +162,7 @@ def test_what_is_saved(device: torch.device) -> None:
     assert scale.untyped_storage().nbytes() in (44, 48)  # rows of 16 bytes
     assert [t.dtype for t in saved_by(lambda: module(x))] == [data.dtype, scale.dtype]
     saved = saved_by(lambda: frozen(leaf * 1)[0])  # dgrad reads the bytes of the weight
-    of_weight = [(data.dtype, (256, 384)), (scale.dtype, (2, 3))]
-    assert [(t.dtype, t.shape) for t in saved] == of_weight
+    assert [(t.dtype, t.shape) for t in saved] == [(data.dtype, (256, 384)), (scale.dtype, (2, 3))]
     module.weight.requires_grad_(False)
     assert saved_by(lambda: module(leaf)) == [module.weight]
     assert saved_by(lambda: [module(x), frozen(x)]) == []

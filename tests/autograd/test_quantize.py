@@ -60,8 +60,7 @@ def test_the_gradient_of_dequantized_values_passes_straight_through(
     part: str, dtype: torch.dtype | None
 ) -> None:
     x = randn(256, 384, grad=True)
-    q = quantize(x)
-    taken = PARTS[part](q)
+    taken = PARTS[part](quantize(x))
     values = taken.dequantize(dtype)
     assert type(values) is Tensor
     assert values.dtype == (dtype or taken.dtype)

@@ -144,8 +144,7 @@ def gradients(model: nn.Module) -> dict[str, Any]:
 
 @on_ranks(2, gpus=())
 def test_tensor_parallel_variants_compute_alike(world: int, device: str) -> None:
-    mesh = shared_mesh(device, world, names=("tensor",))
-    blocks, calls = calls_of("tensor_parallel", 256, mesh)
+    blocks, calls = calls_of("tensor_parallel", 256, shared_mesh(device, world, names=("tensor",)))
     computed = []
     for block, call in zip(blocks, calls.values(), strict=True):
         call()

@@ -143,8 +143,7 @@ def test_operands_of_wgrad_are_cast_by_group() -> None:
     first = case("wgrad").sizes[0]
     assert first % 128, "the blocks of the second group begin anew"
     form = Quantized(inputs.b.data[:, :128], inputs.b.scale[:, :1], inputs.b.format)
-    back = dequantize(form, torch.bfloat16)
-    assert decibels(back, inputs.right[:128].t()) > 25
+    assert decibels(dequantize(form, torch.bfloat16), inputs.right[:128].t()) > 25
     end = inputs.b.data[:, first : -(-first // 128) * 128]
     assert not end.float().any()
 
@@ -166,8 +165,7 @@ def test_torchao_gets_b_and_its_scales_transposed(library: list[Any]) -> None:
     names = ["triton_fp8_gemm_1x128_128x128", "triton_fp8_gemm_1x128_128x1"]
     assert [name for name, _, _ in library] == names
     for (_, operands, options), b_scale in zip(library, [(3, 4), (3, 512)], strict=True):
-        shapes = [tuple(t.shape) for t in operands]
-        assert shapes == [(256, 384), (384, 512), (256, 3), b_scale]
+        assert [tuple(t.shape) for t in operands] == [(256, 384), (384, 512), (256, 3), b_scale]
         a_data, b_data, a_scale, _ = operands
         assert (a_data.stride(1), b_data.stride(0), a_scale.stride(0)) == (1, 1, 1)
         assert options.keys() == {"out_dtype"}

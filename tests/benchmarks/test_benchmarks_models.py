@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -39,12 +39,6 @@ def every_size(monkeypatch: pytest.MonkeyPatch) -> None:
         return convert(model, *recipe, **{"skip_small": MinSizes(0, 0, 0), **options})
 
     monkeypatch.setattr(block.bt, "convert", converted)
-
-
-@pytest.fixture
-def compiler() -> Iterator[None]:
-    with fresh():
-        yield
 
 
 class Kind(NamedTuple):
@@ -134,10 +128,10 @@ def test_what_is_shared_and_fused() -> None:
     assert experts.ends(EXPERTS, "cpu")[-1] == ROWS
 
 
-@pytest.mark.usefixtures("compiler")
 def test_a_block_compiles_in_one_graph() -> None:
-    assert_as_eager(block.variant("fp8", stack(TINY, 1, "cpu")), randn(2, 8, TINY.dim))
-    assert graphs() == 1
+    with fresh():
+        assert_as_eager(block.variant("fp8", stack(TINY, 1, "cpu")), randn(2, 8, TINY.dim))
+        assert graphs() == 1
 
 
 @pytest.mark.parametrize("name", experts.VARIANTS)
@@ -226,8 +220,7 @@ def test_what_eager_saves_by_policy() -> None:
     for policy, change in memory.POLICIES.items():
         model = stack(MEMORY, 1, "cpu")
         change(model)
-        x = randn(2, TOKENS // 2, MEMORY.dim, grad=True)
-        got[policy] = memory.saved_bytes(model, model, x)
+        got[policy] = memory.saved_bytes(model, model, randn(2, TOKENS // 2, MEMORY.dim, grad=True))
     assert got["fp8, inputs shared"] == got["fp8, inputs shared, cache_weight=False"]
     # in bf16 q, k, v share what they save, and gate and up; the input of o is saved by attention
     dim, hidden = TOKENS * MEMORY.dim, TOKENS * MEMORY.hidden

@@ -90,8 +90,7 @@ def test_a_flushed_call_waits_until_all_are_queued(
 
     assert timing.flushed_device(call, repeats=20) == 0.25
     assert happened.count("pause") == 1
-    measured = happened[happened.index("pause") + 1 :]
-    assert measured == ["flush", "call"] * 20
+    assert happened[happened.index("pause") + 1 :] == ["flush", "call"] * 20
 
 
 @pytest.mark.parametrize(("flops", "repeats"), [(1e12, 1), (5e12, 1), (0.4e12, 3), (3.4e10, 30)])
@@ -143,5 +142,4 @@ def test_columns_by_mode() -> None:
     graphs = timing.by_mode(ms | {"bf16/graphs": 1.0, "shared/graphs": 0.5}, "shared")
     assert (graphs["graphs_ms"], graphs["graphs_speedup"]) == (0.5, 2.0)
     peaks = {"bf16/eager": 2**22, "fp8/eager": 2**20}
-    of_fp8 = {"eager_peak_mib": 1.0, "eager_peak_of_bf16": 0.25}
-    assert timing.peaks_by_mode(peaks, "fp8") == of_fp8
+    assert timing.peaks_by_mode(peaks, "fp8") == {"eager_peak_mib": 1.0, "eager_peak_of_bf16": 0.25}

@@ -53,10 +53,8 @@ def test_errors_before_the_first_tensor_and_ranks_that_get_none() -> None:
 
 POWERS = Recipe(scale="power_of_two")
 WEIGHTS = [
-    (torch.bfloat16, Recipe(), False, False),
-    (torch.float32, POWERS, False, False),
-    (torch.bfloat16, Recipe(), True, False),
-    (torch.bfloat16, POWERS, True, True),
+    *((torch.bfloat16, Recipe(), False, False), (torch.float32, POWERS, False, False)),
+    *((torch.bfloat16, Recipe(), True, False), (torch.bfloat16, POWERS, True, True)),
 ]
 """Dtype of the masters, recipe, whether the model is frozen in FP8, and its experts separate."""
 
@@ -70,8 +68,7 @@ def test_sharded_models(world: int, device: str, how: str, tmp_path: Path) -> No
             return
         want = dict(iter_fp8(single))
         same_bits(dict(iter_fp8(model)), want)
-        only = dict(iter_fp8(model, rank=1))
-        same_bits(only, want if dist.get_rank() == 1 else {})
+        same_bits(dict(iter_fp8(model, rank=1)), want if dist.get_rank() == 1 else {})
         folder, alone = tmp_path / f"{number}", tmp_path / f"alone{number}"
         options: Any = {"max_shard_bytes": SHARD, "separate_experts": separate}
         if dist.get_rank() == 0:
@@ -158,8 +155,7 @@ def test_a_model_that_begins_on_the_meta_device(world: int, device: str, tmp_pat
     dist.barrier()
     model = net("meta", torch.bfloat16, Recipe(), frozen=True)
     model.head.weight = model.embed.weight  # torch unties what it moves to meta
-    mesh = shared_mesh(device, world, names=("all",))
-    fully_shard(model, mesh=mesh)
+    fully_shard(model, mesh=shared_mesh(device, world, names=("all",)))
     text = complaint(NotImplementedError, lambda: load_fp8(model, tmp_path / "fp8"))
     assert "is sharded and on the meta device: give it memory first" in text.replace("\n", " ")
     model.to_empty(device=device)

@@ -73,8 +73,7 @@ def stack_scales(tensors: Tensors) -> None:
             home, expert, matrix = match.groups()
             stack = "down_proj" if matrix == "down_proj" else "gate_up_proj"
             shape = BLOCKS_128X128.scale_shape(tensors[name.removesuffix("_scale_inv")].shape)
-            scale = tensors.pop(name).view(shape)
-            found[f"{home}{stack}_scale_inv"][int(expert)].append(scale)
+            found[f"{home}{stack}_scale_inv"][int(expert)].append(tensors.pop(name).view(shape))
     for name, experts in found.items():
         tensors[name] = torch.stack([torch.cat(experts[e]) for e in range(len(experts))])
 
@@ -141,15 +140,13 @@ def test_masters_of_trainable_experts(tmp_path: Path) -> None:
     source = layer(2, convert=False)
     plain, tensors = source.experts, {name: x.detach() for name, x in source.named_parameters()}
     split_stacks(tensors)
-    tensors = {name: x.clone() for name, x in tensors.items()}
-    save_file(tensors, tmp_path / "model.safetensors")
+    save_file({name: x.clone() for name, x in tensors.items()}, tmp_path / "model.safetensors")
     model = layer(1)
     stack = model.experts.gate_up_proj
     assert isinstance(stack, BlockwiseFP8Weight)
     before = stack.master.clone()
     half = stack.half()  # its values are read later
-    report = load_fp8(model, tmp_path)
-    assert report.fp8 == ()
+    assert load_fp8(model, tmp_path).fp8 == ()
     assert model.experts.gate_up_proj is stack
     assert torch.equal(stack.master, plain.gate_up_proj)
     assert torch.equal(model.experts.down_proj.master, plain.down_proj)
@@ -204,8 +201,7 @@ def test_stacks_that_cannot_be_split(tmp_path: Path, is_transposed: bool) -> Non
     assert_same(state(loaded), state(model))
     if is_transposed:  # matrices [K, N] would fit by their shape
         square = Layer(n=100, is_transposed=True)
-        report = load_fp8(square, written(tmp_path / "other"), strict=False)
-        assert set(report.missing) == STACKS
+        assert set(load_fp8(square, written(tmp_path / "other"), strict=False).missing) == STACKS
 
 
 def changed(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[Tensors], object]:

@@ -56,8 +56,7 @@ def assert_casts(tensors: dict[str, Tensor], values: dict[str, Tensor]) -> None:
 def test_weights_are_their_casts(tmp_path: Path, frozen: bool) -> None:
     model, plain = filled(frozen=frozen), filled(convert=False)
     tensors = read(save_fp8(model, tmp_path / "fp8"))
-    weights = {"up.weight": plain.up.weight, "down.weight": plain.down.weight}
-    assert_casts(tensors, weights)
+    assert_casts(tensors, {"up.weight": plain.up.weight, "down.weight": plain.down.weight})
     # the head is the embedding
     assert tensors.keys() == {"norm.weight", "norm.bias", "up.bias", "embed.weight", "steps"}
     assert all(torch.equal(x, model.state_dict()[name]) for name, x in tensors.items())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +21,11 @@ from tests.support import pretrained
 from tests.support.checkpoint_experts import join_matrices, read, rewrite, save_whole
 from tests.support.checkpoint_models import assert_same, bits, state
 from tests.support.moe_models import TOKENS, transformers_moe
+from tests.support.pretrained import silent as silent
 
 LLAMAS, MOES = ("llama", "tied"), ("qwen3", "mixtral", "deepseek")
 FP8_WEIGHTS = {"llama": 14, "tied": 14, "qwen3": 12, "mixtral": 12, "deepseek": 18}
 FP32, POW2 = Recipe(), Recipe(scale="power_of_two")
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    with pretrained.quiet():
-        yield
 
 
 @pytest.fixture

@@ -285,8 +285,7 @@ if dist.is_available():
                 assert "the weight of 'up' is sharded by FSDP2" in text
                 assert "before fully_shard" in text
             refused(model, ValueError, recipe=POWER_OF_TWO)
-            report = everything(model)
-            assert {e.reason for e in report.converted} == {"already converted"}
+            assert {e.reason for e in everything(model).converted} == {"already converted"}
             assert [type(p) for p in model.parameters()] == kinds
             model(batch(0, device))
             for run in (freeze, unfreeze) if requires_grad else ():

@@ -112,10 +112,8 @@ def test_places_in_other_containers() -> None:
 @pytest.mark.parametrize(
     ("kind", "head"),
     [
-        ("Llama ForCausalLM", "lm_head"),
-        ("Bert ForMaskedLM", "cls.predictions.decoder"),
-        ("GPT2 LMHeadModel", "lm_head"),
-        ("T5 ForConditionalGeneration", "lm_head"),
+        *(("Llama ForCausalLM", "lm_head"), ("Bert ForMaskedLM", "cls.predictions.decoder")),
+        *(("GPT2 LMHeadModel", "lm_head"), ("T5 ForConditionalGeneration", "lm_head")),
         ("Whisper ForConditionalGeneration", "proj_out"),
         ("ViT ForImageClassification", "classifier"),
     ],
@@ -193,12 +191,10 @@ UP, DOWN = LINEARS[::2], LINEARS[1::2]
 @pytest.mark.parametrize(
     ("options", "left"),
     [
-        ({}, LINEARS),
-        ({"skip_small": MinSizes(n=DIM, k=DIM, size=0)}, LINEARS),
+        *(({}, LINEARS), ({"skip_small": MinSizes(n=DIM, k=DIM, size=0)}, LINEARS)),
         ({"skip_small": MinSizes(n=DIM + 1, k=0, size=0)}, UP),
         ({"skip_small": MinSizes(n=0, k=DIM + 1, size=0)}, DOWN),
-        ({"skip": ["*.up"]}, DOWN),
-        ({"skip": ("blocks.0.*", "*.1.up")}, ["blocks.1.down"]),
+        *(({"skip": ["*.up"]}, DOWN), ({"skip": ("blocks.0.*", "*.1.up")}, ["blocks.1.down"])),
         ({"filter": lambda m, name: m.bias is None}, DOWN),
     ],
 )
@@ -353,8 +349,7 @@ def test_the_row_of_the_linear_counts_a_weight_that_another_module_holds_first()
 def test_an_embedding_in_fp8_is_no_layer() -> None:
     model = nn.Sequential(nn.Embedding(50, DIM), nn.Linear(DIM, DIM))
     model[0].weight = nn.Parameter(BlockwiseFP8Weight(model[0].weight.detach()))
-    report = convert(model, **OPTIONS)
-    assert reasons(report) == {"0": "embedding"}
+    assert reasons(convert(model, **OPTIONS)) == {"0": "embedding"}
 
 
 @on_ranks(2)

@@ -50,9 +50,8 @@ lm_head        50x64   float32  5.7%   -        lm head: 50 outputs, the entries
 
 
 def test_every_matrix_has_a_row() -> None:
-    report = convert(every_matrix(), skip_small=False)
     assert_expected_inline(
-        str(report),
+        str(convert(every_matrix(), skip_small=False)),
         """\
 parameter                               shape     dtype    share  runs in  why
 --------------------------------------  --------  -------  -----  -------  ---------------------------------------------------------------
@@ -209,8 +208,7 @@ def test_the_fast_path_is_reported(hopper: Pretend) -> None:
     assert fast_path.gpu_of(CPU) == fast_path.gpu_of(CUDA) == CUDA
     report = convert(large())  # a warning would be an error
     assert str(report).endswith("\nfast path: yes")
-    explained = explain([(4096, 4096, 4096)], device=CUDA)
-    assert str(explained).endswith("\nfast path: yes")
+    assert str(explain([(4096, 4096, 4096)], device=CUDA)).endswith("\nfast path: yes")
     hopper((8, 9))  # it has no fast path with any Triton
     convert(large())
     hopper((8, 0))

@@ -71,8 +71,7 @@ def test_tied_linears_stay_tied(frozen: bool, use: str) -> None:
         assert isinstance(model[0].weight, kind)
         assert len(list(model.parameters())) == 3
         if change is not None:
-            already = frozen and change is freeze
-            assert change(model) == ([] if already else ["0", "1"])
+            assert change(model) == ([] if frozen and change is freeze else ["0", "1"])
 
 
 def test_apply_to_a_head_tied_to_an_embedding() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,14 +22,8 @@ from blocktensor import (
     save_fp8,
     to_blockwise_fp8_weights,
 )
-from tests.support.pretrained import TOKENS, VOCABULARY, llama, quiet, saved, values
-
-
-@pytest.fixture(autouse=True)
-def silent() -> Any:
-    with quiet():
-        yield
-
+from tests.support.pretrained import TOKENS, VOCABULARY, llama, saved, values
+from tests.support.pretrained import silent as silent
 
 # save_pretrained
 

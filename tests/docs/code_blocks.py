@@ -56,6 +56,5 @@ def run_blocks(blocks: list[Block], page: str) -> dict[str, object]:
     namespace: dict[str, object] = {"__name__": "__main__"}
     for block in blocks:
         if block.language == "python" and block.not_run is None:
-            code = "\n" * (block.line - 1) + block.code
-            exec(compile(code, page, "exec"), namespace)
+            exec(compile("\n" * (block.line - 1) + block.code, page, "exec"), namespace)
     return namespace

@@ -55,8 +55,7 @@ def test_a_parameter_is_rebuilt_from_an_fp8_one(frozen: bool) -> None:
     made = model(frozen)
     with torch.no_grad():
         wanted = made(X)
-    value = made[0].weight.detach().clone()
-    set_module_tensor_to_device(made, "0.weight", "cpu", value=value)
+    set_module_tensor_to_device(made, "0.weight", "cpu", value=made[0].weight.detach().clone())
     weight = made[0].weight
     assert type(weight) is (BlockwiseFP8Tensor if frozen else BlockwiseFP8Weight)
     assert weight.recipe == RECIPE
@@ -141,8 +140,7 @@ def built(dtype: torch.dtype, frozen: bool) -> nn.Module:
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
-    report = convert(model, skip_small=False)
-    assert len(report.converted) == 4
+    assert len(convert(model, skip_small=False).converted) == 4
     return model
 
 
@@ -268,14 +266,12 @@ def test_a_model_that_transformers_has_converted(world: int, device: str) -> Non
         torch.distributed.broadcast_object_list(homes)  # the first rank alone writes
         folder = pretrained.saved(Path(homes[0], "source"), pretrained.llama().bfloat16())
         torch.distributed.barrier()
-        plugin = plugin_of(efficient=False)
-        with accelerator(world, "bf16", plugin) as accelerate:
+        with accelerator(world, "bf16", plugin_of(efficient=False)) as accelerate:
             model = pretrained.loaded(folder, dtype="auto")
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
             model, optimizer = accelerate.prepare(model, optimizer)
             for _ in range(2):
-                tokens = pretrained.TOKENS
-                accelerate.backward(model(tokens, labels=tokens).loss)
+                accelerate.backward(model(pretrained.TOKENS, labels=pretrained.TOKENS).loss)
                 optimizer.step()
                 optimizer.zero_grad()
             # as Accelerator.get_state_dict gathers it

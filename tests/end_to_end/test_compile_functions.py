@@ -119,8 +119,7 @@ def test_sharing_is_left_to_the_compiler() -> None:
 
 def test_gradients_of_rows_in_groups_are_made_one_after_the_other() -> None:
     stacks = [BlockwiseFP8Weight(torch.stack([plain(w)] * 2)).requires_grad_() for w in weights()]
-    run = functools.partial(functional.gated_experts, offs=ends(4, 5))
-    seen = ops_that_run(run, stacks)
+    seen = ops_that_run(functools.partial(functional.gated_experts, offs=ends(4, 5)), stacks)
     assert seen.count("gated") == 2  # the gradient of up is one, too
     assert seen.count("gated_backward") == 1
     assert seen.count("quantize_grouped") == 2

@@ -74,8 +74,7 @@ def test_training_has_eagers_bits_in_one_graph(mode: str, frozen: bool, recipe: 
 
 def test_five_batch_sizes_take_two_compilations() -> None:
     eager = model()
-    batches = (512, 640, 129, 1000, 2050)
-    inputs = [randn(batch, DIM, seed=batch, device="cuda") for batch in batches]
+    inputs = [randn(batch, DIM, seed=batch, device="cuda") for batch in (512, 640, 129, 1000, 2050)]
     assert_as_eager(eager, *inputs, backend="inductor")
     assert graphs() <= 2
 

@@ -125,8 +125,7 @@ def test_selective_checkpointing_names_our_ops(saved: str, monkeypatch: pytest.M
         return op(*args)
 
     for name in ("gemm", "quantize_both"):
-        op = getattr(reference, name)
-        replace_op(monkeypatch, name, functools.partial(counted, name, op))
+        replace_op(monkeypatch, name, functools.partial(counted, name, getattr(reference, name)))
     contexts = functools.partial(create_selective_checkpoint_contexts, policy)
 
     def selective(x: Tensor) -> Tensor:

@@ -70,8 +70,7 @@ def test_transformers_experts_run_in_fp8(kind: str, implementation: str) -> None
     ordinary = transformers_moe(kind, implementation)
     model = copy.deepcopy(ordinary)
     report = convert(model, filter=lambda _, name: ".experts." in name, skip_small=False)
-    names = stacks(model).keys()
-    assert names == {entry.name for entry in report.converted}
+    assert stacks(model).keys() == {entry.name for entry in report.converted}
     losses = []
     for made in (ordinary, model):
         loss = made(TOKENS, labels=TOKENS).loss
@@ -83,11 +82,9 @@ def test_transformers_experts_run_in_fp8(kind: str, implementation: str) -> None
         assert isinstance(w, BlockwiseFP8Weight)
         error = relative_error(w.grad, ordinary.get_parameter(name).grad)
         assert 0.05 < error < (0.2 if kind == "gpt_oss" else 0.072)  # FP8, and the right ones
-        casts = [w.cache.casts, *(cache.casts for cache in w.cache.parts())]
-        assert max(casts) == 1
+        assert max([w.cache.casts, *(cache.casts for cache in w.cache.parts())]) == 1
         assert w.cache.nbytes() == 0
-    found = audit(model, TOKENS)
-    of_experts = [p for p in found.entries if p.module.endswith("experts")]
+    of_experts = [p for p in audit(model, TOKENS).entries if p.module.endswith("experts")]
     assert {p.precision for p in of_experts} == {"FP8"}
     assert {p.kind for p in of_experts} == {"fprop", "dgrad", "wgrad"}
 

@@ -69,8 +69,7 @@ def trained(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def train(model: nn.Module, steps: int, loss: Any = loss_of, lr: float = 0.5) -> list[float]:
     """Train what is trained for some steps; the losses before each."""
-    optimizer = torch.optim.SGD(trained(model).values(), lr=lr)
-    return losses_of(lambda: loss(model), optimizer, steps)
+    return losses_of(lambda: loss(model), torch.optim.SGD(trained(model).values(), lr=lr), steps)
 
 
 def frozen_forms(model: nn.Module) -> list[Tensor]:

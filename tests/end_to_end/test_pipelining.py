@@ -89,8 +89,7 @@ def plain() -> Any:
 @functools.cache
 def _converted(dtype: torch.dtype, is_fused: bool = True) -> nn.Sequential:
     model = plain().to(dtype)
-    report = convert(model, skip=["*.gate"], skip_small=False, convert_head=True)
-    assert len(report.converted) == 11
+    assert len(convert(model, skip=["*.gate"], skip_small=False, convert_head=True).converted) == 11
     assert not is_fused or len(fuse(model).fused) == 2
     return model
 
@@ -226,8 +225,7 @@ def matmuls(run: Any, *args: Any) -> int:
     with Trace() as trace:
         run(*args)
     names = [op.split()[0].removeprefix("aten.").removesuffix(".default") for op in trace.ops]
-    high_precision = ("mm", "addmm", "_grouped_mm")
-    return sum("gemm" in name or name in high_precision for name in names)
+    return sum("gemm" in name or name in ("mm", "addmm", "_grouped_mm") for name in names)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -118,8 +118,7 @@ TEXTS = [{"text": f"w{i} w5 w6 w{i + 3}"} for i in range(4)]
 def with_head(folder: Path, head: bool, dtype: torch.dtype) -> Any:
     """A policy, and a weight of it that trains."""
     model = loaded(folder, choices(convert_head=head), dtype=dtype)
-    kind = type(model.get_output_embeddings().weight)
-    assert (kind is BlockwiseFP8Weight) == head
+    assert (type(model.get_output_embeddings().weight) is BlockwiseFP8Weight) == head
     return model
 
 

@@ -87,7 +87,6 @@ def test_run_writes_json_and_plot(stdlib: Path, load: Load, tmp_path: Path, caps
     out = tmp_path / "new" / "out"
     arguments = [*TINY, "--seeds", "2", "--out", str(out)]
     assert load("train_lm").main(arguments) == 0
-
     record = json.loads((out / "train_lm.json").read_text())
     assert (record["status"], record["device"]["type"]) == ("complete", "cpu")
     assert record["command"].endswith(" ".join(arguments))
@@ -110,10 +109,8 @@ def test_run_writes_json_and_plot(stdlib: Path, load: Load, tmp_path: Path, caps
     expected = (fp8["heldout_loss"] / bf16["heldout_loss"] - 1) * 100
     assert record["differences"][0]["heldout_percent"] == pytest.approx(expected)
     assert record["summary"]["heldout_percent"]["seeds"] == 2
-
     assert (out / "train_lm.png").read_bytes().startswith(b"\x89PNG")
     assert {path.name for path in out.iterdir()} == {"train_lm.json", "train_lm.png"}
-
     printed = capsys.readouterr().out
     for words in ("held-out loss", "FP8 against bf16, by seed", "FP8, sample 1", fp8["conversion"]):
         assert words in printed

@@ -25,8 +25,7 @@ def products(example: ModuleType, variant: str) -> list[Tensor]:
     x = torch.randn(128, 128, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
         y = linear(x)
-    grads = torch.autograd.grad(y, (x, linear.weight), torch.randn_like(y))
-    return [y, *grads]
+    return [y, *torch.autograd.grad(y, (x, linear.weight), torch.randn_like(y))]
 
 
 @pytest.mark.parametrize(
@@ -62,8 +61,7 @@ def test_the_head_alone_differs(example: ModuleType) -> None:
 
 def test_results(stdlib: Path, example: ModuleType, tmp_path: Path, capsys: Any) -> None:
     variants = ["fprop alone", "Recipe()"]
-    arguments = [*TINY, "--seeds", "2", "--out", str(tmp_path), "--variants", *variants]
-    example.main(arguments)
+    example.main([*TINY, "--seeds", "2", "--out", str(tmp_path), "--variants", *variants])
     content = json.loads((tmp_path / "ablation.json").read_text())
     losses = {(run["variant"], run["seed"]): run["heldout_loss"] for run in content["runs"]}
     assert list(losses) == [(v, seed) for seed in (0, 1) for v in ("bf16", *variants)]

@@ -39,8 +39,7 @@ def test_the_page_is_rebuilt_from_the_files(
     monkeypatch.setattr(figure, "savefig", lambda self, path, dpi: draw(self, path, dpi=10))
     out = tmp_path / "docs" / "evidence.md"
     load("evidence").main(["report", "--out", str(out)])
-    page = (Path(__file__).parents[2] / "docs" / "evidence.md").read_text()
-    assert out.read_text() == page
+    assert out.read_text() == (Path(__file__).parents[2] / "docs" / "evidence.md").read_text()
     drawn = {path.name for path in (out.parent / "plots").iterdir()}
     names = ("differences", "120m", "320m", "1100m", "experts", "dense", "moe")
     assert drawn == {f"evidence_{name}.png" for name in names}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -16,18 +15,11 @@ pytest.importorskip("transformers", minversion="5.17")
 
 from transformers import AutoModelForCausalLM
 
-from tests.support.pretrained import quiet
+from tests.support.pretrained import silent as silent
 
 TINY = ["--dim", "64", "--layers", "1", "--seq", "32", "--batch", "4", "--device", "cpu"]
 
-
 EXAMPLE = "finetune_hf"
-
-
-@pytest.fixture(autouse=True)
-def silent() -> Iterator[None]:
-    with quiet():
-        yield
 
 
 def test_both_ways_learn(example: ModuleType, tmp_path: Path) -> None:
@@ -36,8 +28,7 @@ def test_both_ways_learn(example: ModuleType, tmp_path: Path) -> None:
     files = ["--text", str(text), "--out", str(tmp_path)]
     rates = ["--lr", "1e-2", "--lora-lr", "1e-2", "--rank", "4"]
     assert example.main([*TINY, *files, *rates, "--steps", "8"]) == 0
-    report = json.loads((tmp_path / "result.json").read_text())
-    full, lora = report["results"]
+    full, lora = json.loads((tmp_path / "result.json").read_text())["results"]
     assert [full["way"], lora["way"]] == ["full", "lora"]
     assert len(full["losses"]) == len(lora["losses"]) == 8
     assert full["final_loss"] < 0.8 * full["losses"][0]

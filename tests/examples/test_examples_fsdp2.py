@@ -140,11 +140,9 @@ def test_a_resumed_run_is_the_uninterrupted_one(runs: dict[str, Any]) -> None:
     assert runs["resumed"]["losses"] == runs["fp8"]["losses"]
     # what was begun and never finished was not taken, and made way
     assert runs["names"] == [f"step-{step:08d}" for step in (4, 6, 8, 12)]
-
     assert runs["again"]["resumed_at"] == STEPS
     assert runs["again"]["losses"] == runs["fp8"]["losses"]
     assert runs["again"]["tokens_per_second_per_gpu"] is None
-
     assert "step-00000012 was made with --seed 0, this run has 7" in runs["other"]
     assert "another --checkpoint DIR" in runs["other"]
 

@@ -68,14 +68,12 @@ def test_training_raises_the_bias_of_experts_with_few_tokens(load: Load) -> None
 def test_all_products_of_experts_are_fp8_and_the_router_is_not(load: Load) -> None:
     model = small(load)
     convert(model, skip=["*.router"], skip_small=False)
-    experts = model.blocks[0].mlp.experts
-    assert all(isinstance(w, BlockwiseFP8Weight) for w in experts.parameters())
+    assert all(isinstance(w, BlockwiseFP8Weight) for w in model.blocks[0].mlp.experts.parameters())
     report = audit(model, torch.zeros(2, 16, dtype=torch.long))
     assert report.marked == ()
     found = {(e.module.split(".")[-1], e.precision) for e in report.entries if "mlp" in e.module}
     assert found == {("experts", "FP8"), ("router", "fp32")}
-    products = explain(model, tokens=32).products
-    rows = {p.m for p in products if p.groups > 1 and p.kind == "fprop"}
+    rows = {p.m for p in explain(model, tokens=32).products if p.groups > 1 and p.kind == "fprop"}
     assert rows == {64}, "of two experts for every token"
 
 
@@ -97,8 +95,7 @@ def test_a_run_writes_json_and_plot(stdlib: Path, load: Load, tmp_path: Path) ->
     out = tmp_path / "out"
     assert load("train_lm").main([*TINY, "--out", str(out)]) == 0
     assert {path.name for path in out.iterdir()} == {"train_moe.json", "train_moe.png"}
-    record = json.loads((out / "train_moe.json").read_text())
-    bf16, fp8 = record["runs"]
+    bf16, fp8 = json.loads((out / "train_moe.json").read_text())["runs"]
     assert fp8["losses"][-1] < fp8["losses"][0]
     # The same weights and data: the first losses differ by rounding, and do differ.
     assert fp8["losses"] != bf16["losses"]

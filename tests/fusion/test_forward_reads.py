@@ -202,8 +202,7 @@ def test_settings_of_other_modules(make: Any, owner: str, name: str, value: Any)
 
 
 def test_they_are_few() -> None:
-    model = converted(MLP())
-    names = sorted(read.name for read in reads_of(model, MLP))
+    names = sorted(read.name for read in reads_of(converted(MLP()), MLP))
     # of the MLP, nn.Linear and nn.SiLU
     of_classes = ["__code__"] * 3 + ["__call__"] * 2 + ["forward"] * 3
     assert names == sorted(["F", "F", "inplace", "linear", "silu", "act_fn", *of_classes])

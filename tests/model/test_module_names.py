@@ -47,8 +47,7 @@ def test_what_is_no_module(given: Any) -> None:
     ],
 )
 def test_a_pattern_names_modules_and_all_below_them(skip: Any, left: list[str]) -> None:
-    models = {"vision_tower": Model(), "text": Model(), "text2": nn.Linear(DIM, DIM)}
-    model = nn.ModuleDict(models)
+    model = nn.ModuleDict({"vision_tower": Model(), "text": Model(), "text2": nn.Linear(DIM, DIM)})
     convert(model, skip=skip, skip_small=False)
     names = converted_names(model)
     assert names

@@ -274,8 +274,7 @@ def test_a_failed_call_changes_nothing() -> None:
         with pytest.raises(TypeError, match=r"the stack 'down_proj' .*float64"):
             call(module)
         assert fp8_names(module) == []
-    report = convert(module, skip_small=False)
-    assert reasons(report)["down_proj"] == "dtype torch.float64"
+    assert reasons(convert(module, skip_small=False))["down_proj"] == "dtype torch.float64"
 
 
 def test_explain_lists_the_products_of_stacks() -> None:

@@ -250,8 +250,7 @@ def other_producers() -> Iterator[Case]:
     sources = _, gate, up = sources_of((300, 576))
     for formats in (BOTH_FORMS, TWO_FORMATS):
         backward = producers_of("gluon", sources, formats).gated_backward
-        run = partial(backward, *sources, "gelu_tanh", *formats)
-        yield Case(run, 1, allowed_spills)
+        yield Case(partial(backward, *sources, "gelu_tanh", *formats), 1, allowed_spills)
     for name in ("triton", "gluon"):
         made = producers_of(name, sources, BOTH_FORMS)
         grouped = ("silu", *TWO_FORMATS, like(8, dtype=torch.int32))

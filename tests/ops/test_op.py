@@ -108,8 +108,7 @@ def test_eager_calls_run_the_first_backend_that_takes_them() -> None:
 
 
 def test_a_gradient_that_would_be_lost_raises() -> None:
-    x = torch.randn(130, 300, requires_grad=True)
-    data, _ = NAMES.tried_halved(x, "1x128")
+    data, _ = NAMES.tried_halved(torch.randn(130, 300, requires_grad=True), "1x128")
     with pytest.raises(RuntimeError, match="no autograd formula was registered"):
         data.float().sum().backward()
 

@@ -148,8 +148,7 @@ def test_data_of_another_dtype() -> None:
 )
 def test_scale_of_an_amax(amax: float, fp32: float, power_of_two: float) -> None:
     for wanted, format in ((fp32, BLOCKS_1X128), (power_of_two, BLOCKS_1X128_POW2)):
-        got = reference.scale_from_amax(torch.tensor([amax]), format)
-        assert_same(got, torch.tensor([wanted]))
+        assert_same(reference.scale_from_amax(torch.tensor([amax]), format), torch.tensor([wanted]))
 
 
 @pytest.mark.parametrize("payload", [0x7F800001, 0x7FC00000, 0x7FFFFFFF, -1, -(2**22), 1 - 2**23])
@@ -195,8 +194,7 @@ def test_values_at_the_limit_of_a_dtype_stay_finite(
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_an_infinite_or_nan_scale_is_not_hidden(dtype: torch.dtype) -> None:
     data, scale = torch.ones(3, 1).to(E4M3), torch.tensor([[math.inf], [-math.inf], [math.nan]])
-    got = reference.dequantize(Quantized(data, scale, BLOCKS_1X128), dtype)
-    assert_same(got, scale.to(dtype))
+    assert_same(reference.dequantize(Quantized(data, scale, BLOCKS_1X128), dtype), scale.to(dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

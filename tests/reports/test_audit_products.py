@@ -228,15 +228,13 @@ def squarish(wgrad_input: Any) -> nn.Module:
     """Of as many features as tokens, so that dgrad and wgrad have one shape; and a plain linear."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 32), nn.SiLU(), nn.Linear(32, 48, bias=False))
-    recipe = Recipe(wgrad_input=wgrad_input)
-    convert(model, recipe, skip=["2"], skip_small=False)
+    convert(model, Recipe(wgrad_input=wgrad_input), skip=["2"], skip_small=False)
     return model
 
 
 def test_weight_gradients_of_x_in_squares_are_told_from_data_gradients() -> None:
     report = audit(squarish("128x128"), randn(32, 32, dtype=torch.float32, grad=True))
-    kinds = [e.kind for e in report.entries if e.precision == "FP8"]
-    assert kinds == ["fprop", "dgrad", "wgrad"]
+    assert [e.kind for e in report.entries if e.precision == "FP8"] == ["fprop", "dgrad", "wgrad"]
     assert not report.marked
 
 

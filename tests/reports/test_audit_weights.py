@@ -47,8 +47,7 @@ WAYS: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
 @pytest.mark.parametrize("way", WAYS)
 def test_ways_to_misread_a_weight(way: str) -> None:
     use, reads = WAYS[way]
-    report = audit(Uses(use), X)
-    marked = report.marked
+    marked = audit(Uses(use), X).marked
     # the gradient of the weight does not read it, but belongs to the product that does
     assert [e.kind for e in marked] == ["forward", "backward", "backward"]
     assert {e.reason for e in marked} == {f"reads {reads} of lin.weight"}

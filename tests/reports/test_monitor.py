@@ -208,8 +208,7 @@ def test_several_forwards_are_measured_together(factor: int) -> None:
     with monitor(model) as health:
         for x in (a, b):
             model(x).sum().backward()
-    want = by_hand(torch.cat([a, b]), Recipe().activation_format)
-    assert_close(measured(health)["q"]["x"], want)
+    assert_close(measured(health)["q"]["x"], by_hand(torch.cat([a, b]), Recipe().activation_format))
 
 
 def test_experts() -> None:

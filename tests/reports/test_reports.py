@@ -57,8 +57,7 @@ def shared() -> Report:
 
 
 def loaded(folder: Path) -> Report:
-    model = converted()
-    save_fp8(model, folder)
+    save_fp8(converted(), folder)
     return load_fp8(Odd(), folder)
 
 

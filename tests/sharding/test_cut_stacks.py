@@ -51,11 +51,8 @@ def sizes_of(experts: int, world: int) -> list[list[int]]:
 @on_ranks(2, 4)
 def test_experts_train_as_in_one_process(mesh: DeviceMesh, device: str) -> None:
     for experts, dtype, before in (
-        (4, FLOAT, True),
-        (4, torch.bfloat16, False),
-        (3, FLOAT, False),
-        (6, FLOAT, True),
-        (1, FLOAT, True),
+        *((4, FLOAT, True), (4, torch.bfloat16, False), (3, FLOAT, False)),
+        *((6, FLOAT, True), (1, FLOAT, True)),
     ):
         single = experts_of(experts, device=device, dtype=dtype)
         assert local_kinds(cut(copy.deepcopy(single), mesh)) == {Tensor}

@@ -37,9 +37,8 @@ def fresh(count: int = 4, recipe: Recipe | None = None) -> nn.Module:
 @on_ranks(2, gpus=())
 def test_other_parts_of_the_library_know_cut_stacks(mesh: DeviceMesh) -> None:
     model = cut(experts_of(4), mesh)
-    report = convert(model, skip_small=False)
     assert_expected_inline(
-        "\n".join(str(report).splitlines()[2:]),
+        "\n".join(str(convert(model, skip_small=False)).splitlines()[2:]),
         """\
 w*_EFD (2)  4x256x192  float32  66.7%  fp8      trainable (experts, E x N x K: E=4, N=256, K=192; on this rank 2 x 256 x 192)
 w2_EDF      4x192x256  float32  33.3%  fp8      trainable (experts, E x N x K: E=4, N=192, K=256; on this rank 2 x 192 x 256)
@@ -59,8 +58,7 @@ w2_EDF      4x192x256  float32  33.3%  fp8      trainable (experts, E x N x K: E
     scale(0, *other.parameters())
     other.load_state_dict(state)
     assert torch.equal(step_of(other), wanted)
-    doubled = {name: x.clone() * 2 for name, x in state.items()}
-    other.load_state_dict(doubled, assign=True)
+    other.load_state_dict({name: x.clone() * 2 for name, x in state.items()}, assign=True)
     assert torch.equal(local_values(other.w1_EFD), 2 * local_values(model.w1_EFD))
     for made in (other, copy.deepcopy(other), other.bfloat16()):
         assert local_kinds(made) == {BlockwiseFP8Weight}

@@ -105,8 +105,7 @@ def test_a_fake_group_runs_dry(request: pytest.FixtureRequest) -> None:
     shard(model, mesh_of(RANKS, "cpu"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for step in range(2):
-        y = model(batch(step, "cpu"))
-        y.float().sum().backward()
+        model(batch(step, "cpu")).float().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
     held = sum(p.to_local().numel() for p in model.parameters())

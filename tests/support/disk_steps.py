@@ -42,8 +42,7 @@ def disk_steps(at: int | None = None, error: BaseException | None = None) -> Ite
             nonlocal dead
             if dead:
                 raise Killed
-            subject = f"{name} {_subject(name, args, kwargs)}"
-            steps.append(subject)
+            steps.append(f"{name} {_subject(name, args, kwargs)}")
             if len(steps) == at:
                 assert error is not None
                 dead = isinstance(error, Killed)

@@ -114,7 +114,6 @@ def local_values(stack: Tensor) -> Tensor:
 def step_of(model: nn.Module) -> Tensor:
     """The output of 20 rows for each expert of this rank, after its backward."""
     count, _, k = model.w1_EFD.to_local().shape
-    x = randn(20 * count, k, seed=5, grad=True)
-    y = model(x, torch.full((count,), 20))
+    y = model(randn(20 * count, k, seed=5, grad=True), torch.full((count,), 20))
     y.backward(randn(*y.shape, seed=6))
     return y.detach()

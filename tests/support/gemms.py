@@ -150,8 +150,7 @@ def check_views(module: Any, blocks: Blocks, rng: Generator) -> None:
         for x, rows, block in ((a, slice(128, 384), blocks[0]), (b, slice(256, 528), blocks[1]))
     )
     check(module, some_rows, last_rows, torch.float32)
-    dense = [x._replace(scale=x.scale.contiguous()) for x in (a, b)]
-    check(module, *dense, torch.float32)
+    check(module, *(x._replace(scale=x.scale.contiguous()) for x in (a, b)), torch.float32)
     check(module, a, b._replace(scale=b.scale.t().contiguous().t()), torch.float32)
     flat = torch.zeros(8 + a.data.numel(), device=rng.device).to(E4M3)
     flat[8:] = a.data.flatten()

@@ -99,7 +99,6 @@ def fused_blocks(*norm: Any, fused: list[str] = NAMES, **options: Any) -> tuple[
     """A model whose norms of the names ``fused`` are fused, and its twin that is not."""
     model = blocks(*norm, **options)
     twin = copy.deepcopy(model)
-    report = fuse(model)
-    assert [x.name for x in report.left_alone] == [name for name in NAMES if name not in fused]
+    assert [x.name for x in fuse(model).left_alone] == [name for name in NAMES if name not in fused]
     assert fused_norms(model) == fused
     return model, twin

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from torch import Tensor, nn
@@ -29,6 +30,13 @@ def quiet() -> Iterator[None]:
     yield
     transformers.logging.enable_progress_bar()
     transformers.logging.set_verbosity(before)
+
+
+@pytest.fixture(autouse=True)
+def silent() -> Iterator[None]:
+    """:func:`quiet`, for every test of a file that imports it."""
+    with quiet():
+        yield
 
 
 def llama(

@@ -179,5 +179,4 @@ def test_on_a_gpu_a_moved_module_casts_anew(device: torch.device) -> None:
     module.to(device)
     x = x.to(device)
     assert module.weight.master.device == x.device
-    wanted = functional.linear(x, plain(module.weight), plain(module.bias))
-    assert torch.equal(module(x), wanted)
+    assert torch.equal(module(x), functional.linear(x, plain(module.weight), plain(module.bias)))

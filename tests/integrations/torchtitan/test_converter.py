@@ -106,8 +106,7 @@ def test_recipe_and_fusion() -> None:
     choices: dict[str, Any] = {"scale": "power_of_two", "cache_weight": False}
     choices |= {"wgrad_input": "128x128", "batch_invariant": True}
     layer = converted(llama3, **choices).layers["0"]
-    recipe = layer.attention.wo.weight.recipe
-    assert {name: getattr(recipe, name) for name in choices} == choices
+    assert {name: getattr(layer.attention.wo.weight.recipe, name) for name in choices} == choices
     assert not hasattr(layer.feed_forward, "_fused_pattern")
     fused = converted(llama3, fuse=True).layers["0"].feed_forward
     assert fused._fused_pattern.linears == ("w1", "w3", "w2")

@@ -79,12 +79,11 @@ def runs_on_two(rank: int, world: int, folder: str) -> dict[str, Any]:
     def config(model: str, **degrees: Any) -> Any:
         return parallel(debug_config(model, folder, steps=2), **degrees)
 
-    experts = {"expert_parallel_degree": 2}
     return {
         "llama3": (train(config("llama3"))[0], *train(in_fp8(config("llama3")), audited)),
         "deepseek_v3": (
             train(config("deepseek_v3"))[0],
-            *train(in_fp8(config("deepseek_v3", **experts)), audited),
+            *train(in_fp8(config("deepseek_v3", expert_parallel_degree=2)), audited),
         ),
         "spmd_types": error_of(in_fp8(config("llama3", spmd_backend="spmd_types"))),
         "example": example("llama3", f"{folder}/example"),

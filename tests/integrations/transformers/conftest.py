@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,12 +11,7 @@ pytest.importorskip("accelerate")
 pytest.importorskip("transformers", minversion="5.17")
 
 from tests.support import pretrained
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    with pretrained.quiet():
-        yield
+from tests.support.pretrained import silent as silent
 
 
 @pytest.fixture(scope="session")

@@ -107,8 +107,7 @@ def test_experts_are_an_option(tmp_path: Path) -> None:
     stacks = {"gate_up_proj", "down_proj"}
     for experts, wanted in ((True, stacks), (False, set()), ({"*.experts": ["down_proj"]}, stacks)):
         model = loaded(folder, choices(experts=experts))
-        names = {name.rpartition(".")[2] for name in fp8_names(model) if "experts" in name}
-        assert names == wanted
+        assert {name.rpartition(".")[2] for name in fp8_names(model) if "experts" in name} == wanted
         assert type(model.model.layers[0].self_attn.q_proj.weight) is BlockwiseFP8Weight
 
 

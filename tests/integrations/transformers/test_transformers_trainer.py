@@ -123,8 +123,7 @@ def test_a_run_resumes_as_if_it_had_not_stopped(llama_folder: Path, tmp_path: Pa
     checkpoint = tmp_path / "checkpoint-4"
     again = loaded(checkpoint)  # an ordinary checkpoint
     assert torch.equal(logits(again), logits(model.eval()))
-    resumed = loaded(llama_folder)
-    assert train(resumed, tmp_path, steps=8, resume=str(checkpoint)) == wanted
+    assert train(loaded(llama_folder), tmp_path, steps=8, resume=str(checkpoint)) == wanted
 
 
 @pytest.mark.parametrize("recomputing", ["no", "reentrant", "not reentrant"])

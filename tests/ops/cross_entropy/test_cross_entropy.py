@@ -73,8 +73,7 @@ def test_large_and_infinite_logits(device: torch.device) -> None:
     logits[1] = -1e4
     logits[2, ::2] = -math.inf
     logits[3, 7] = 3e38
-    target = torch.tensor([5, 0, 3, 7, 299, 1])
-    check(to_device(logits, device), target.to(device), None)
+    check(to_device(logits, device), torch.tensor([5, 0, 3, 7, 299, 1]).to(device), None)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

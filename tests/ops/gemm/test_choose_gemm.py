@@ -186,9 +186,7 @@ def test_an_empty_variable_forces_nothing(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     ("name", "change", "said"),
     [
-        ("cublas", {}, None),
-        ("triton", {}, None),
-        ("reference", {}, None),
+        ("cublas", {}, None), ("triton", {}, None), ("reference", {}, None),
         ("cutlass", {}, "no backend of this name. Usable here for M=4096, N=7168, "
          "K=2048: cublas, triton, reference."),
         ("cublas", {"m": 3, "bias": BF16}, "M must be a multiple of 4, got M=3. Usable here for "

@@ -111,8 +111,7 @@ def test_another_recipe_is_assigned_before_backward(mesh: DeviceMesh) -> None:
         model.zero_grad()
         loss = loss_of(model, 0)
         if assigns:
-            first = {"0.weight": other[0].weight.detach()}
-            model.load_state_dict(first, strict=False, assign=True)
+            model.load_state_dict({"0.weight": other[0].weight.detach()}, strict=False, assign=True)
         loss.backward()
         found.append([whole(p.grad) for name, p in model.named_parameters() if name != "0.weight"])
         loss_of(model, 0).backward()

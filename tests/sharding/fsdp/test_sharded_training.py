@@ -62,8 +62,7 @@ def compiled(model: nn.Module, mesh: DeviceMesh, before: bool) -> None:
     # From torch 2.14 on, FSDP2's own hooks break the graph of a module that is compiled in place.
     fullgraph = TorchVersion(torch.__version__) < (2, 14)
     for name in ("up", "down") if before else ():
-        module = torch.compile(getattr(model, name), fullgraph=True, backend=backend)
-        setattr(model, name, module)
+        setattr(model, name, torch.compile(getattr(model, name), fullgraph=True, backend=backend))
     shard(model, mesh)
     for module in () if before else (model.up, model.down):
         module.compile(fullgraph=fullgraph, backend=backend)

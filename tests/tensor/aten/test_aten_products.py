@@ -24,8 +24,7 @@ def test_below_autograd_products_are_fp8_too() -> None:
             assert torch.equal(aten.mm(w, x.t()).t(), bare)
             for term, beta, alpha in ((bias, 3, 2), (bias, 1, 2), (randn(5, 256), 1, 1)):
                 scaled = aten.addmm(term, x, w.t(), alpha=alpha, beta=beta)
-                exact = alpha * bare + beta * term
-                torch.testing.assert_close(scaled, exact, rtol=0.02, atol=0.05)
+                torch.testing.assert_close(scaled, alpha * bare + beta * term, rtol=0.02, atol=0.05)
 
 
 def test_operands_that_do_not_fit_are_refused() -> None:

@@ -155,8 +155,7 @@ def test_parts_multiply_like_what_they_are() -> None:
 def test_copies_have_scales_laid_out_as_a_casts_are(block: tuple[int, int]) -> None:
     """Kernels are told their strides; views of rows keep those of the whole."""
     whole = made(300, 1000, block=block, forms=BOTH if block == ROW else ROWWISE)
-    columns = whole[:, 512:]
-    copies = [(columns, "rowwise"), (torch.cat([whole[:128], whole[128:]]), "rowwise")]
+    copies = [(whole[:, 512:], "rowwise"), (torch.cat([whole[:128], whole[128:]]), "rowwise")]
     if block == ROW:
         copies += [(whole[128:], "columnwise"), (torch.cat(whole.split(512, 1), 1), "columnwise")]
     for copy, side in copies:
@@ -210,15 +209,13 @@ def test_rows_of_every_matrix_of_a_stack_multiply() -> None:
 def test_cat_undoes_split(block: tuple[int, int], forms: tuple[bool, bool]) -> None:
     x = made(300, 320, block=block, forms=forms)
     for dim in (0, 1, -1):
-        parts = x.split(128, dim)
-        whole = torch.cat(parts, dim)
+        whole = torch.cat(x.split(128, dim), dim)
         assert torch.equal(whole.dequantize(), x.dequantize())
         assert_consistent(whole)
         if block == ROW:
             assert_same(whole, x)
         assert not storage(whole) & storage(x)
-    turned = torch.cat(x.t().split(128), 0)
-    assert torch.equal(turned.dequantize(), x.t().dequantize())
+    assert torch.equal(torch.cat(x.t().split(128), 0).dequantize(), x.t().dequantize())
     stack = made(2, 200, 130, block=SQUARE, forms=ROWWISE)
     assert_same(torch.cat([stack[:1], stack[1:]]), stack)
 

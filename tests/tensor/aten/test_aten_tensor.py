@@ -103,8 +103,7 @@ def test_detach_and_alias_share_bytes(block: tuple[int, int]) -> None:
     ],
 )
 def test_reshapes_that_move_blocks_are_refused(run: Callable[[Tensor], Any]) -> None:
-    text = complaint(NotImplementedError, lambda: run(quantized(4, 256)))
-    assert ".dequantize()" in text
+    assert ".dequantize()" in complaint(NotImplementedError, lambda: run(quantized(4, 256)))
 
 
 @pytest.mark.parametrize("tokens", [1, 127, 128, 129])

@@ -45,8 +45,7 @@ def fixed(name: str) -> SimpleNamespace:
     tile = TILES[name]
 
     def gemm(a: Quantized, b: Quantized, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-        shape = a.data.shape[0], b.data.shape[0]
-        out = torch.empty(shape, dtype=dtype, device=CUDA)
+        out = torch.empty(a.data.shape[0], b.data.shape[0], dtype=dtype, device=CUDA)
         hopper.plan_gemm(hopper.for_tma(a), hopper.for_tma(b), bias, out, tile)()
         return out
 
