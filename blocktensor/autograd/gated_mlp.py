@@ -40,7 +40,7 @@ from .gated_forms import (
 )
 from .linear import grouped_linear, has_no_experts, linear, with_leading
 from .pipelining import is_input_half, watch_halves
-from .products import first_rows, product_of
+from .products import product_of
 from .saved_weight import SavedWeight
 
 
@@ -131,7 +131,7 @@ class _GatedMLP(FP8Function):
     ) -> Tensor:
         if not plan.down.tracing:
             watch_halves()
-        ctx.plan, product = plan, product_of(offs)
+        ctx.plan, product = plan, product_of(offs, x)
         ctx.given = [each is not None for each in (x, x_again, w_gate, w_up, w_down, bias_gate,
                                                    bias_up, bias_down)]  # fmt: skip
         if plan.gate.casts_x:
@@ -169,7 +169,7 @@ class _GatedMLP(FP8Function):
             *down_saved,
         )
         ctx.set_materialize_grads(False)
-        return with_leading(y, x.shape) if offs is None else first_rows(y, x.shape[0], plan.down)
+        return with_leading(y, x.shape)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Gradients:
@@ -180,9 +180,8 @@ def _gradients(ctx: Any, saved: list[Any], grads: list[Any], asked: list[bool]) 
     """Return the gradients of the arguments of :meth:`_GatedMLP.forward`."""
     plan: GatedPlan = ctx.plan
     grad: Tensor | None = grads.pop()
-    tokens = 0 if grad is None else grad.shape[0]
     of_down: SavedWeight = ctx.reads[2]
-    product = product_of(saved.pop(0))
+    product = product_of(saved.pop(0), grad)
     (x_data, x_scale), of_h = saved[:2], list(saved[2:6])  # Dynamo of 2.11 makes *of_h a tuple
     weights = saved[6:]
     saved.clear()
@@ -221,8 +220,6 @@ def _gradients(ctx: Any, saved: list[Any], grads: list[Any], asked: list[bool]) 
         del w_col, g_row
     else:
         _read_no_firsts(ctx.reads, (w_gate, w_up))
-    if dh is not None and dh.shape[0] != of_h[2].shape[0]:  # x was FP8, which has no more rows
-        dh = dh[: of_h[2].shape[0]]
     sources = Sources(of_h, dh)
     del dh, held
     dxs: list[Tensor | None] = [None, None]
@@ -248,9 +245,7 @@ def _gradients(ctx: Any, saved: list[Any], grads: list[Any], asked: list[bool]) 
         del d_col
         w_col = read.columnwise(w, needs_dx)
         if needs_dx:
-            dx = product.dgrad(d_row, w_col, read.plan)
-            dxs[i], _ = product.finish(dx, None, read.plan, tokens)
-            del dx
+            dxs[i], _ = product.finish(product.dgrad(d_row, w_col, read.plan), None, read.plan)
         del w_col, d_row
     if plan.up is None:
         dxs.reverse()  # the one edge to x is the first

@@ -22,7 +22,7 @@ from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
 from .backward import FP8Function, Gradients, run_backward
 from .plan import Plan, autocast_dtype, plan_matmul
-from .products import DENSE, Dense, Grouped, Saved, first_rows, product_of, saved_of
+from .products import Dense, Saved, product_of, saved_of
 from .saved_weight import SavedWeight, hold_cast
 from .shared_cast import this_thread
 
@@ -134,7 +134,7 @@ def refuse_prepared(x: BlockwiseFP8Tensor) -> None:
 def _caster(offs: Tensor | None) -> Callable[[Plan, Tensor], tuple[Tensor, ...]]:
     def cast(plan: Plan, x: Tensor) -> tuple[Tensor, ...]:
         """Return data and scale of the rowwise form of x and, if wgrad reads it, the columnwise."""
-        row, col = product_of(offs).forms(x, plan.format, plan.x_columnwise)
+        row, col = product_of(offs, x).forms(x, plan.format, plan.x_columnwise)
         assert row is not None
         return *row[:2], *(() if col is None else col[:2])
 
@@ -185,7 +185,7 @@ class FP8Linear(FP8Function):
         *cast: Tensor,
     ) -> Tensor:
         ctx.plan, ctx.product, ctx.casts = plan, product, len(cast)
-        p = (DENSE if offs is None else Grouped(offs)) if product is None else product
+        p = product_of(offs, x) if product is None else product
         # collectives run while the weight is cast
         begun = None if product is None else p.input(x, plan)
         if plan.records_forward and not cast and begun is None:
@@ -205,8 +205,6 @@ class FP8Linear(FP8Function):
             y = p.fprop(x_row, w_row, bias, plan)
         ctx.save_for_backward(offs, *x_saved, *w_saved)
         ctx.set_materialize_grads(False)
-        if offs is not None:
-            return first_rows(y, x.shape[0], plan)
         return y if x.ndim == 2 else with_leading(y, p.output_shape(x.shape))
 
     @staticmethod
@@ -225,7 +223,7 @@ def _fprop(
     x: Tensor, w: Quantized, bias: Tensor | None, offs: Tensor | None, plan: Plan
 ) -> tuple[Tensor, Quantized | None]:
     """Return ``y = x wᵀ (+ bias)`` and the columnwise form of x, if wgrad reads it."""
-    product = product_of(offs)
+    product = product_of(offs, x)
     x_row, x_col = product.forms(x, plan.format, plan.x_columnwise)
     return product.fprop(x_row, w, bias, plan), x_col
 
@@ -242,7 +240,7 @@ def _dgrad_and_wgrad(
     grad: Tensor, x: Quantized, w: Quantized, offs: Tensor | None, plan: Plan
 ) -> tuple[Tensor, Tensor]:
     """Return ``dx = grad w`` and ``dw = gradᵀ x``, of columnwise forms."""
-    product = product_of(offs)
+    product = product_of(offs, grad)
     g_row, g_col = product.forms(grad, plan.format, plan.format)
     dx = product.dgrad(g_row, w, plan)
     return dx, product.wgrad(g_col, x, plan)
@@ -255,16 +253,15 @@ def _gradients(ctx: Any, saved: Sequence[Tensor], grads: list[Any], asked: list[
     grad: Tensor | None = grads.pop()
     needs_dx, needs_dw, needs_dbias, _ = asked
     offs, x_data, x_scale, *weight = saved
-    product: Dense = product_of(offs) if ctx.product is None else ctx.product
+    product: Dense = product_of(offs, grad) if ctx.product is None else ctx.product
     dx = dw = dbias = None
     rest = (None,) * (3 + ctx.casts)
     if needs_dbias and grad is not None:
         dbias = product.dbias(grad, plan)
     if grad is None or not (needs_dx or needs_dw):
         read.columnwise(weight, False)
-        return dx, dw, product.finish(None, dbias, plan, 0)[1], *rest
+        return dx, dw, product.finish(None, dbias, plan)[1], *rest
 
-    tokens = grad.shape[0]
     x: Any = product.wgrad_input((x_data, x_scale), plan) if needs_dw else None
     if (
         plan.records_backward
@@ -278,7 +275,7 @@ def _gradients(ctx: Any, saved: Sequence[Tensor], grads: list[Any], asked: list[
         flat = grad if grad.ndim == 2 else grad.reshape(-1, grad.shape[-1])
         run = plan.record_backward(_dgrad_and_wgrad, flat, x, offs)
         dx, dw = run(flat, x, w_col, offs, plan)
-        return product.finish(dx, None, plan, tokens)[0], dw, dbias, *rest
+        return dx if grad.ndim == 2 else dx.view(plan.x_shape), dw, dbias, *rest
     g_row, g = product.grad_forms(grad, plan, needs_dx, needs_dw)
     del grad  # its forms are enough
     w_col = read.columnwise(weight, needs_dx)
@@ -288,7 +285,7 @@ def _gradients(ctx: Any, saved: Sequence[Tensor], grads: list[Any], asked: list[
         del w_col, g_row
     if needs_dw:
         dw = product.wgrad(g, x, plan)
-    dx, dbias = product.finish(dx, dbias, plan, tokens)
+    dx, dbias = product.finish(dx, dbias, plan)
     return dx, dw, dbias, *rest
 
 

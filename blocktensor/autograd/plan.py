@@ -57,8 +57,7 @@ class Plan:
         casts_x: True if autocast changes the dtype of x.
         needs: whether gradients of x and of w may be wanted.
         tracing: True while a compiler traces.
-        x_shape: of the input; in groups, with the rows that its casts add, except where the plan
-            serves one call: FLOPs are counted there.
+        x_shape: of the input; in groups, with the rows that its casts add.
         x_dtype, w_dtype, bias_dtype: of the operands; None without a bias.
         are_tensors: which of x, w, the bias and ``offs`` are tensors.
         casts_weight: True if the recorded forward casts the weight, too.
@@ -118,8 +117,7 @@ class Plan:
             or type(inner(x)) not in PLAIN
             or type(inner(w)) not in PLAIN
         )
-        is_exact = offs is None or not (serves_all or self.tracing)
-        self.x_shape = x.shape if is_exact else _shape_in_steps(x)
+        self.x_shape = x.shape if offs is None else _shape_in_steps(x)
         self.x_dtype = out_dtype if self.casts_x else x.dtype
         self.w_dtype = w.dtype
         self.bias_dtype = None if bias is None else bias.dtype

@@ -108,13 +108,8 @@ class Dense:
             return gemm(g, x, None, plan.w_dtype)
         return wgrad_in_high_precision(g, x, plan.w_dtype)
 
-    def finish(
-        self, dx: Any, dbias: Any, plan: Plan, tokens: int
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Return the gradients of x and of the bias, from the results of dgrad and dbias.
-
-        ``tokens``: the first dimension of the gradient of y.
-        """
+    def finish(self, dx: Any, dbias: Any, plan: Plan) -> tuple[Tensor | None, Tensor | None]:
+        """Return the gradients of x and of the bias, from the results of dgrad and dbias."""
         return dx if dx is None or len(plan.x_shape) == 2 else dx.view(plan.x_shape), dbias
 
 
@@ -130,14 +125,12 @@ class Grouped(Dense):
 
     Groups are rows one after the other that end at ``offs`` ``[E]``, on the device; nothing here
     reads it on the host. Columnwise blocks of x and g begin anew in every group. Rows of no group,
-    from ``offs[-1]`` on, are zeros in y and dx, and reach nothing whatever they hold. Casts add
-    such rows up to :func:`~blocktensor.ops.formats.group_rows`, so that few sizes occur; y and dx
-    have them too until :func:`first_rows`.
+    from ``offs[-1]`` on, are zeros in y and dx, and reach nothing whatever they hold.
     """
 
-    def __init__(self, offs: Tensor) -> None:
-        """Multiply groups of rows that end at ``offs``, int32 ``[E]``."""
-        self.offs = offs
+    def __init__(self, offs: Tensor, tokens: int) -> None:
+        """Multiply groups of ``tokens`` rows that end at ``offs``, int32 ``[E]``."""
+        self.offs, self.tokens = offs, tokens
 
     def forms(
         self, x: Tensor, rowwise: BlockFormat | None, columnwise: BlockFormat | None
@@ -156,57 +149,32 @@ class Grouped(Dense):
         return quantize_grouped(x, self.offs, rowwise, columnwise)
 
     def fprop(self, x: Any, w: Quantized, bias: Tensor | None, plan: Plan) -> Tensor:
-        """Return ``y[T, N]``, or more rows as those of x."""
-        return grouped_gemm(_counted(x, plan), w, self.offs, bias, plan.out_dtype)
+        """Return ``y[T, N]``."""
+        return grouped_gemm(x, w, self.offs, bias, plan.out_dtype, self.tokens)
 
     def dgrad(self, g: Any, w: Quantized, plan: Plan) -> Any:
-        """Return ``dx[T, K]``, or more rows as those of g."""
-        return grouped_gemm(_counted(g, plan), w, self.offs, None, plan.x_dtype)
+        """Return ``dx[T, K]``."""
+        return grouped_gemm(g, w, self.offs, None, plan.x_dtype, self.tokens)
 
     def wgrad(self, g: Any, x: Any, plan: Plan) -> Tensor:
         """Return ``dw[E, N, K]``."""
         if not isinstance(g, Quantized):
             return grouped_wgrad_in_high_precision(g, x, self.offs, plan.w_dtype)
-        tokens = plan.x_shape[0]
         if plan.w_is_transposed:
-            return grouped_gemm_wgrad(x, g, self.offs, tokens, plan.w_dtype).transpose(1, 2)
-        return grouped_gemm_wgrad(g, x, self.offs, tokens, plan.w_dtype)
+            return grouped_gemm_wgrad(x, g, self.offs, self.tokens, plan.w_dtype).transpose(1, 2)
+        return grouped_gemm_wgrad(g, x, self.offs, self.tokens, plan.w_dtype)
 
     def dbias(self, grad: Tensor, plan: Plan) -> Any:
         """Return the sums of the rows of each group, ``[E, N]``."""
         return sum_groups(grad, self.offs).to(plan.bias_dtype)
 
-    def finish(
-        self, dx: Any, dbias: Any, plan: Plan, tokens: int
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Return the rows of dx that those of y belong to."""
-        return None if dx is None else first_rows(dx, tokens, plan), dbias
-
 
 DENSE = Dense()
 
 
-def product_of(offs: Tensor | None) -> Dense:
-    """Return the matmul of rows in groups that end at ``offs``, or of rows of no groups."""
-    return DENSE if offs is None else Grouped(offs)
-
-
-def _counted(x: Quantized, plan: Plan) -> Quantized:
-    """Return a rowwise cast with the rows that the plan has."""
-    rows = plan.x_shape[0]
-    return x if x.data.shape[0] == rows else Quantized(x.data[:rows], x.scale[:rows], x.format)
-
-
-def first_rows(y: Tensor, rows: int, plan: Plan) -> Tensor:
-    """Return the first rows of a result, in a Function.
-
-    A plain view made there could not be modified in place by the caller.
-    """
-    if not plan.tracing and y.shape[0] == rows:
-        return y
-    # not y[:rows], of which a compiler cannot tell the size where it does not know `rows`
-    first = y.as_strided((rows, y.shape[1]), y.stride())
-    return first if plan.tracing else first.data  # a compiler makes its outputs anew
+def product_of(offs: Tensor | None, rows: Tensor | None) -> Dense:
+    """Return the matmul of ``rows`` in groups that end at ``offs``, or of rows of no groups."""
+    return DENSE if offs is None or rows is None else Grouped(offs, rows.shape[0])
 
 
 def sum_rows(grad: Tensor, dtype: torch.dtype | None) -> Tensor:

@@ -219,7 +219,7 @@ class _Schema:
         return flat
 
     @functools.cached_property
-    def arguments(self) -> Callable[..., tuple[Any, ...]]:
+    def arguments(self) -> Any:
         """The function that returns the function's arguments, of those of the registered op.
 
         Compiled from text, as compiled graphs call it for every op; the dispatcher omits the last
@@ -237,8 +237,7 @@ class _Schema:
                 made.append(f"{name} and named({name})" if is_format else name)
         text = f"lambda {', '.join(given)}: ({', '.join(made)},)"
         scope = {"Quantized": Quantized, "named": named, **self._defaults}
-        function: Callable[..., tuple[Any, ...]] = eval(text, scope)
-        return function
+        return eval(text, scope)
 
     @functools.cached_property
     def tensors(self) -> Callable[[Any], Any]:

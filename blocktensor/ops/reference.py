@@ -209,13 +209,18 @@ def quantize_grouped(
 
 
 def grouped_gemm(
-    a: Quantized, b: Quantized, offs: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+    a: Quantized,
+    b: Quantized,
+    offs: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    tokens: int | None = None,
 ) -> Tensor:
     """Return ``out[T, N]``: rows of group e of ``A[T, K]`` by ``B[e, N, K]^T (+ bias[e, N])``.
 
-    Rows of no group are zeros.
+    Rows of no group are zeros. ``tokens``: T, where A has more rows.
     """
-    rows = a.data.shape[0]
+    rows = a.data.shape[0] if tokens is None else tokens
     out = a.data.new_zeros((rows, b.data.shape[1]), dtype=out_dtype)
     for e, (begin, end) in enumerate(group_ranges(offs, rows)):
         if begin < end:

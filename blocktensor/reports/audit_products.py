@@ -153,7 +153,8 @@ def _of_matrices(packet: Any, left: int, args: Sequence[Any], out: Any) -> Produ
     *lead, k = a.shape
     if packet is ours.grouped_gemm_wgrad:
         k = args[7]  # tokens; the operands are wider
-    m = lead[-1] if lead else 1
+    # casts in groups have more rows than the output
+    m = out.shape[-2] if out.ndim > 1 else lead[-1] if lead else 1
     n = out.shape[-1] if out.ndim > 1 else 1
     is_batched = a.ndim == b.ndim == 3
     batch = a.shape[0] if is_batched else 1

@@ -154,12 +154,9 @@ class Colwise(_Parallel):
         dw = super().wgrad(g, x.wait(), plan)
         return self._without_front(dw, 0) if isinstance(g, Quantized) else dw
 
-    def finish(
-        self, dx: Any, dbias: Any, plan: Plan, tokens: int
-    ) -> tuple[Tensor | None, Tensor | None]:
+    def finish(self, dx: Any, dbias: Any, plan: Plan) -> tuple[Tensor | None, Tensor | None]:
         """Wait for dx."""
-        dx = None if dx is None else dx.wait().to(plan.x_dtype)
-        return super().finish(dx, dbias, plan, tokens)
+        return super().finish(None if dx is None else dx.wait().to(plan.x_dtype), dbias, plan)
 
 
 class Rowwise(_Parallel):
@@ -232,12 +229,9 @@ class Rowwise(_Parallel):
         dw = super().wgrad(g.wait(), x.wait(), plan)
         return dw if plan.saves_x else self._without_front(dw, 1)
 
-    def finish(
-        self, dx: Any, dbias: Any, plan: Plan, tokens: int
-    ) -> tuple[Tensor | None, Tensor | None]:
+    def finish(self, dx: Any, dbias: Any, plan: Plan) -> tuple[Tensor | None, Tensor | None]:
         """Wait for the gradient of the bias."""
-        dbias = None if dbias is None else dbias.wait().to(plan.bias_dtype)
-        return super().finish(dx, dbias, plan, tokens)
+        return super().finish(dx, None if dbias is None else dbias.wait().to(plan.bias_dtype), plan)
 
 
 def is_gathered_in_fp8(format: BlockFormat | None, tokens: TokenShards | None) -> bool:

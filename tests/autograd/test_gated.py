@@ -129,6 +129,18 @@ def test_cast_inputs_and_recipes_of_plain_weights(kind: Kind) -> None:
         assert not torch.equal(others[2], wanted[2])  # type: ignore[arg-type]
 
 
+@whether_recomputed
+@pytest.mark.parametrize("name", ["experts", "joint experts"])
+def test_plain_weights_among_fp8_ones(name: str, recompute: bool) -> None:
+    kind = KINDS[name]
+    x, operands = kind.inputs(), kind.weights()
+    run = functools.partial(kind.fused, recompute=recompute, recipe=FP32_SCALES)
+    wanted = results(kind.unfused, x, operands)
+    for i, w in enumerate(operands):
+        mixed = [*operands[:i], plain(w).requires_grad_(), *operands[i + 1 :]]
+        assert_bits(results(run, x, mixed), wanted)
+
+
 @pytest.mark.parametrize(
     ("name", "lie"), [("experts", i) for i in ("012", "0", "1")] + [("joint experts", "01")]
 )

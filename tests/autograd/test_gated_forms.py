@@ -13,7 +13,6 @@ from torch import Tensor
 
 from blocktensor import BlockwiseFP8Weight, functional
 from blocktensor.autograd import gated_forms, plan, products
-from blocktensor.ops.formats import group_rows
 from tests.support.gated import HIDDEN, KINDS, K, Kind, N, before, weights, whether_recomputed
 from tests.support.linear_ways import saved_by
 from tests.support.models import Trace, randn
@@ -84,9 +83,8 @@ def test_large_gradients_are_made_one_after_the_other(
     kind: Kind, activation: Any, is_large: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x = kind.inputs(70)
-    rows = group_rows(len(x)) if kind is EXPERTS else len(x)
     y = kind.fused(x, *kind.weights(), activation=activation)
-    monkeypatch.setattr(plan, "LARGE_BYTES", 2 * rows * HIDDEN + (not is_large))
+    monkeypatch.setattr(plan, "LARGE_BYTES", 2 * len(x) * HIDDEN + (not is_large))
     with Trace() as trace:
         y.backward(randn(*y.shape))
     assert trace.ops.count(f"blocktensor.gated {activation} 1x128 1x128") == is_large

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, Recipe, functional, quantize
 from blocktensor.autograd.products import sum_groups
@@ -128,6 +131,23 @@ def test_rows_within_a_step_share_a_plan() -> None:
         assert_all_equal([y.detach(), dx, dw], [whole.detach()[:rows], want[0][:rows], want[1]])
         y.mul_(2)[1:].add_(1)
         assert_same(torch.autograd.grad(y, [part], grad[:rows])[0], 2 * want[0][:rows])
+
+
+@pytest.mark.parametrize("forward", [True, False])
+@pytest.mark.parametrize("backward", [True, False])
+def test_flops_are_those_of_the_tokens(forward: bool, backward: bool) -> None:
+    """Where one half is counted, the other not, and experts are checkpointed."""
+    x, _, offs = sample("ragged")
+    gate, down = stack(5), nn.Parameter(BlockwiseFP8Weight(randn(5, K, N // 2), FP32_SCALES))
+    product, x = 2 * len(x) * N * K, x.requires_grad_()
+    counters = [FlopCounterMode(display=False) if each else None for each in (forward, backward)]
+    with counters[0] or nullcontext():
+        y = checkpoint(functional.gated_experts, x, gate, None, down, offs, use_reentrant=False)
+    with counters[1] or nullcontext():
+        y.backward(randn(*y.shape))
+    of_half = 1.5 * product, 4.5 * product
+    for counter, wanted in zip(counters, of_half, strict=True):
+        assert counter is None or counter.get_total_flops() == wanted
 
 
 @every_grouping

@@ -179,6 +179,7 @@ def ways() -> dict[str, tuple[Run, list[Tensor]]]:
             [scaled, leaf],
         ),
         "frozen": (lambda x, o: F.grouped_mm(x, frozen.mT, offs=o), []),
+        "changed in place": (lambda x, o: linear(x, w, o).mul_(2), [w]),
         "x in rows": (lambda x, o: linear(x, in_rows, o), [in_rows]),
         "wgrad in high precision": (lambda x, o: linear(x, high, o), [high]),
         "autocast": (autocast, [master]),

@@ -21,7 +21,7 @@ from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from blocktensor.ops.formats import Quantized
-from blocktensor.ops.runtime.launch import Launch, Rows
+from blocktensor.ops.runtime.launch import Launch
 from blocktensor.ops.scale_layouts import empty_quantized
 from tests.support.numeric import FORMATS
 
@@ -77,8 +77,7 @@ def _source(launch: Launch) -> ASTSource:
     # The specialisation the run-time launcher would choose: 1 becomes a constant, multiples of 16
     # (and tensors that start at one) are marked divisible.
     signature, constants, attributes = {}, dict(launch.constants), {}
-    args = [len(arg.of) if isinstance(arg, Rows) else arg for arg in launch.args]
-    for index, (param, arg) in enumerate(zip(launch.kernel.params, args, strict=False)):
+    for index, (param, arg) in enumerate(zip(launch.kernel.params, launch.args, strict=False)):
         if isinstance(arg, TensorDescriptor):
             box = f"{_TYPES[arg.base.dtype][1:]}{list(arg.block_shape)}"
             signature[param.name] = f"tensordesc<{box},{arg.layout!r}>"

@@ -95,11 +95,7 @@ class Casts:
         return row, col
 
     def quantize_grouped(
-        self,
-        x: Tensor,
-        offs: Tensor,
-        rowwise: BlockFormat | None,
-        columnwise: BlockFormat | None,
+        self, x: Tensor, offs: Tensor, rowwise: BlockFormat | None, columnwise: BlockFormat | None
     ) -> Forms:
         """See :func:`blocktensor.ops.reference.quantize_grouped`."""
         row, col = made = empty_forms(x, offs, rowwise, columnwise)

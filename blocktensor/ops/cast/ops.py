@@ -12,16 +12,15 @@ maximum over all shards, the data.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from .. import checks
-from ..formats import BlockFormat, Quantized, ceil_div, group_rows
+from ..formats import BlockFormat, Quantized, ceil_div
 from ..op import op, runner
-from ..runtime.specialize import key_of
+from ..runtime.specialize import key_in_steps
 from ..scale_layouts import VECTOR_BYTES, columnwise_width, empty_columnwise, empty_quantized
 from .choose_backend import cast_backend
 from .producer import Forms, empty_forms
@@ -171,27 +170,20 @@ def _check_grouped(
     checks.group_ends(offs, x, "the tensor to quantize")
 
 
-def _key_of_steps(args: tuple[Any, ...]) -> Hashable:
-    """Return :func:`key_of` the arguments, with the rows of x in whole steps."""
-    x, *rest = args
-    layout = x.stride(), x.dtype, x.data_ptr() & 15, x.device
-    return (*map(group_rows, x.shape[:1]), x.shape[1:], *layout, key_of(tuple(rest)))
-
-
 @op(
     lambda x, _, *formats: cast_backend(x, *(f for f in formats if f is not None)),
     check=_check_grouped,
     formats=lambda x, _, *formats: formats,
-    key=_key_of_steps,
+    key=key_in_steps,
 )
 def quantize_grouped(
     x: Tensor, offs: Tensor, rowwise: BlockFormat | None, columnwise: BlockFormat | None
 ) -> Forms:
     """Make the rowwise and the columnwise cast of ``x[T, K]`` in groups, from one read.
 
-    Both are those of ``x`` with more rows of no group, whose number,
-    :func:`~blocktensor.ops.formats.group_rows`, is the same for all T in a step: what reads them
-    repeats its launches for each of these.
+    Both are those of ``x`` with more rows of no group, up to
+    :func:`~blocktensor.ops.formats.group_rows`: few sizes of casts occur then, and launches for one
+    of them are repeated for all T in a step.
 
     Args:
         x: ``[T, K]`` bf16, fp16 or fp32.

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..formats import BLOCK, BlockFormat, Quantized, ceil_div, group_rows, num_blocks
+from ..formats import BLOCK, BlockFormat, Quantized, ceil_div, num_blocks
 from ..runtime.launch import Launch, Rows
 from ..scale_layouts import empty_quantized
 from .groups import Casts, blocks_of, padded_groups, rows_of_block
@@ -184,7 +184,7 @@ def plan_1x128(
         cast_1x128_kernel,
         (tiles_m * blocks_k * producer.parts,),
         # two unit strides (K = 1) would make the compiler choose a layout that spills
-        (x, row_data, row_scale, col_data, col_scale, m if offs is None else Rows(x), k,
+        (x, row_data, row_scale, col_data, col_scale, m if offs is None else Rows(m), k,
          x.stride(0), x.stride(1) * (k > 1), columns, row_scale.stride(1),
          col_scale.stride(0 if square else 1), blocks_k, x if offs is None else offs, groups,
          columns, *producer.arguments(x, (row_data, row_scale, col_data, col_scale))),
@@ -194,7 +194,7 @@ def plan_1x128(
             "COLUMNWISE": col is not None,
             "SQUARE": square,
             "EVEN": even,
-            "WIDE": is_wide(*x.stride(), *strides_of_more, group_rows(m), k * producer.widths),
+            "WIDE": is_wide(*x.stride(), *strides_of_more, columns, k * producer.widths),
             "POWER_OF_TWO": made.format.power_of_two,
             "METHOD": method_for(x.dtype),
             "GROUPS": padded_groups(groups),

@@ -164,7 +164,7 @@ def produce(stages, items, maps, work, OUT: gl.constexpr, T: gl.constexpr):
                 row = begin // 4 * 4 + tile_m * T.m
                 row_end = end
                 first = 0
-                a_row = gl.where(none, tokens, row)
+                a_row = gl.where(none, 1 << 30, row)
                 a_scale_at = gl.where(none, blocks_k * a_scale_ld, row)
                 b_row = group * expert_rows + col
                 b_scale_at = (group * blocks_n + col // 128) * b_scale_ld

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from ..devices import sms
-from ..formats import Quantized, ceil_div, num_blocks
+from ..formats import Quantized, ceil_div, group_rows, num_blocks
 from ..gemm.hopper.launch import data_map, fits_tma, output_map, scale_map, scales_of
 from ..gemm.hopper.tile import Tile
-from ..runtime.launch import Launch
+from ..runtime.launch import Launch, Rows
 from ..runtime.triton_compat import compiler
 from ..scale_layouts import in_vectors, stacked_scale, tma_scale
 from .hopper_items import GroupedOutput
@@ -26,8 +28,11 @@ def plan_grouped_gemm(
     tile: Tile,
     programs: int,
 ) -> Launch:
-    """Plan ``out[T, N] = A[T, K] B[e, N, K]^T (+ bias[e])`` for the rows of group e."""
-    (tokens, k), (experts, n, _) = a.data.shape, b.data.shape
+    """Plan ``out[T, N] = A[T, K] B[e, N, K]^T (+ bias[e])`` for the rows of group e.
+
+    The map of the output has the rows of A, which may be more: no row from T on is written.
+    """
+    (rows, k), (experts, n, _) = a.data.shape, b.data.shape
     blocks_k, blocks_n = num_blocks(k), num_blocks(n)
     a_scale_map, a_scale_ld = scales_of(a, tile.a_scales)
     b_scale_ld = b.scale.stride(1)
@@ -38,12 +43,13 @@ def plan_grouped_gemm(
         (data_map(a.data, tile.a_rows), a_scale_map,
          data_map(b.data.flatten(0, 1), tile.n),
          scale_map(b.scale, tile.b_scales, b_scale_ld, blocks_k, experts * blocks_n),
-         output_map(out) if output.tma else out, out, out if bias is None else bias, offs,
-         tokens, n, n, experts, 0, ceil_div(n, tile.n), blocks_k, blocks_n, a_scale_ld, b_scale_ld,
-         out.stride(0)),
+         output_map(out, rows) if output.tma else out, out, out if bias is None else bias, offs,
+         Rows(len(out)), n, n, experts, 0, ceil_div(n, tile.n), blocks_k, blocks_n, a_scale_ld,
+         b_scale_ld, out.stride(0)),
         {"OUT": output, "T": tile},
         tile.options,
         compiler.hopper_gemm,
+        out,
     )  # fmt: skip
 
 
@@ -68,7 +74,7 @@ def plan_grouped_wgrad(
         grouped_kernel,
         (programs,),
         (data_map(a.data, tile.a_rows), a_scale_map, data_map(b.data, tile.n), b_scale_map,
-         output_map(rows) if output.tma else rows, rows, rows, offs, tokens, n, k, experts,
+         output_map(rows) if output.tma else rows, rows, rows, offs, Rows(tokens), n, k, experts,
          ceil_div(n, tile.m), ceil_div(k, tile.n), blocks, 0, a_scale_ld, b_scale_ld, k),
         {"OUT": output, "T": tile},
         tile.options,
@@ -84,13 +90,14 @@ def _for_tma(x: Quantized) -> Quantized:
 
 
 def grouped_gemm(
-    a: Quantized, b: Quantized, offs: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+    a: Quantized, b: Quantized, offs: Tensor, bias: Any, out_dtype: torch.dtype, tokens: Any = None
 ) -> Tensor:
     """See :func:`blocktensor.ops.reference.grouped_gemm`."""
-    (tokens, k), (experts, n, _) = a.data.shape, b.data.shape
-    out = torch.empty((tokens, n), dtype=out_dtype, device=a.data.device)
+    (rows, k), (experts, n, _) = a.data.shape, b.data.shape
+    shape = rows if tokens is None else tokens, n
+    out = torch.empty(shape, dtype=out_dtype, device=a.data.device)
     tile, programs = choose_gemm_tile(
-        tokens, n, num_blocks(k), experts, sms(out.device), bias is not None
+        rows, n, num_blocks(k), experts, sms(out.device), bias is not None
     )
     bias = None if bias is None else bias.contiguous()
     plan_grouped_gemm(_for_tma(a), _for_tma(b), offs, bias, out, tile, programs)()
@@ -103,6 +110,8 @@ def grouped_gemm_wgrad(
     """See :func:`blocktensor.ops.reference.grouped_gemm_wgrad`."""
     experts, n, k = shape = offs.shape[0], a.data.shape[0], b.data.shape[0]
     out = torch.empty(shape, dtype=out_dtype, device=a.data.device)
-    tile, programs = choose_wgrad_tile(n, k, tokens, experts, b.format.rows, sms(out.device))
+    tile, programs = choose_wgrad_tile(
+        n, k, group_rows(tokens), experts, b.format.rows, sms(out.device)
+    )
     plan_grouped_wgrad(_for_tma(a), _for_tma(b), offs, tokens, out, tile, programs)()
     return out

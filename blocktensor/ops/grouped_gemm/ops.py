@@ -7,22 +7,25 @@ cumulative, on the device). Nothing here reads ``offs`` on the host.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import checks
-from ..formats import Quantized, group_columns
+from ..formats import Quantized, group_columns, group_rows
 from ..op import op, runner
+from ..runtime.specialize import key_in_steps
 from .choose_backend import GroupedProblem, choose_grouped
 
 
 def _check(
-    a: Quantized, b: Quantized, offs: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+    a: Quantized, b: Quantized, offs: Tensor, bias: Tensor | None, _: Any, tokens: int | None
 ) -> None:
     checks.gemm_operands(a, b, bias, b_ndim=3)
     checks.group_ends(offs, a.data, "operand a")
-    checks.fit(len(offs) == len(b.data))
+    fits = not isinstance(tokens, int) or tokens <= a.data.shape[0]  # symbolic: a compiler's
+    checks.fit(len(offs) == len(b.data), fits)
 
 
 def _check_wgrad(a: Quantized, b: Quantized, offs: Tensor, tokens: int, out: torch.dtype) -> None:
@@ -32,7 +35,7 @@ def _check_wgrad(a: Quantized, b: Quantized, offs: Tensor, tokens: int, out: tor
 
 
 def _decide_gemm(
-    a: Quantized, b: Quantized, offs: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+    a: Quantized, b: Quantized, __: Tensor, bias: Tensor | None, out_dtype: torch.dtype, *rest: Any
 ) -> Callable[..., Tensor]:
     (rows, k), (experts, n, _) = a.data.shape, b.data.shape
     if 0 in (rows, n):
@@ -49,9 +52,10 @@ def _decide_gemm(
 
 
 def _empty(
-    a: Quantized, b: Quantized, offs: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+    a: Quantized, b: Quantized, _: Tensor, bias: Any, out_dtype: torch.dtype, tokens: int | None
 ) -> Tensor:
-    return a.data.new_empty((a.data.shape[0], b.data.shape[1]), dtype=out_dtype)
+    rows = a.data.shape[0] if tokens is None else tokens
+    return a.data.new_empty((rows, b.data.shape[1]), dtype=out_dtype)
 
 
 def _shape(a: Quantized, b: Quantized, offs: Tensor) -> tuple[int, int, int]:
@@ -66,7 +70,7 @@ def _decide_wgrad(
     if 0 in (*shape, tokens):
         return lambda a, *_: a.data.new_zeros(shape, dtype=out_dtype)
     problem = GroupedProblem(
-        "wgrad", tokens, n, k, experts, a.format, b.format, out_dtype, a.data.device
+        "wgrad", group_rows(tokens), n, k, experts, a.format, b.format, out_dtype, a.data.device
     )
     return runner(choose_grouped(problem).backend, "grouped_gemm_wgrad")
 
@@ -74,7 +78,10 @@ def _decide_wgrad(
 @op(
     decide=_decide_gemm,
     check=_check,
-    flops=lambda a, b, *_: 2 * a.data[0] * b.data[1] * b.data[2],
+    key=key_in_steps,
+    flops=lambda a, b, offs, bias, dtype, tokens: (
+        2 * (a.data[0] if tokens is None else tokens) * b.data[1] * b.data[2]
+    ),
 )
 def grouped_gemm(
     a: Quantized,
@@ -82,18 +89,20 @@ def grouped_gemm(
     offs: Tensor,
     bias: Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
+    tokens: int | None = None,
 ) -> Tensor:
     """Return ``out[T, N]``: the rows of group e of ``A[T, K]`` by ``B[e, N, K]^T (+ bias[e, N])``.
 
-    Rows of no group, from ``offs[-1]`` on, are zeros. See
-    :func:`blocktensor.ops.reference.grouped_gemm`.
+    Rows of no group, from ``offs[-1]`` on, are zeros. ``tokens``: T, where A is a cast in groups
+    and has more rows. See :func:`blocktensor.ops.reference.grouped_gemm`.
     """
-    return _empty(a, b, offs, bias, out_dtype)
+    return _empty(a, b, offs, bias, out_dtype, tokens)
 
 
 @op(
     decide=_decide_wgrad,
     check=_check_wgrad,
+    key=key_in_steps,
     flops=lambda a, b, offs, tokens, *_: 2 * tokens * a.data[0] * b.data[0],
 )
 def grouped_gemm_wgrad(
@@ -102,7 +111,7 @@ def grouped_gemm_wgrad(
     """Return ``out[E, N, K]``: the tokens of group e of ``A[N, P] B[K, P]^T``, contracted.
 
     Args:
-        a, b: columnwise casts in groups (``quantize_grouped_columnwise``).
+        a, b: columnwise casts in groups (``quantize_grouped``).
         offs: int32 ``[E]``, the ends of the groups.
         tokens: rows of the matrices that were cast.
         out_dtype: of the output.

@@ -5,6 +5,8 @@ Grids hold the most tiles that groups can take; programs beyond those that they 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -12,7 +14,7 @@ from torch import Tensor
 
 from ..cast.groups import padded_groups, rows_of_block
 from ..formats import BLOCK, Quantized, group_blocks, num_blocks
-from ..runtime.launch import Launch
+from ..runtime.launch import Launch, Rows
 from ..scale_layouts import in_vectors
 
 
@@ -118,18 +120,20 @@ def plan_grouped_gemm(
 
     Rows of data must be multiples of 16 bytes.
     """
-    (tokens, k), (experts, n, _) = a.data.shape, b.data.shape
+    (rows_of_a, k), (experts, n, _) = a.data.shape, b.data.shape
     tiles_n = num_blocks(n)
     rows, cols = b.format.block_shape
     assert cols == BLOCK
     assert rows == BLOCK
     return Launch(
         grouped_gemm_kernel,
-        (group_blocks(tokens, experts + 1) * tiles_n,),
-        (a.data, a.scale, b.data, b.scale, out if bias is None else bias, out, offs, tokens, n, k,
-         experts, *a.scale.stride(), b.data.stride(0), *b.scale.stride(), num_blocks(k), tiles_n),
+        (group_blocks(rows_of_a, experts + 1) * tiles_n,),
+        (a.data, a.scale, b.data, b.scale, out if bias is None else bias, out, offs, Rows(len(out)),
+         n, k, experts, *a.scale.stride(), b.data.stride(0), *b.scale.stride(), num_blocks(k),
+         tiles_n),
         {"GROUPS": padded_groups(experts), "TILE_N": _TILE, "HAS_BIAS": bias is not None},
         _OPTIONS,
+        sized=out,
     )  # fmt: skip
 
 
@@ -142,7 +146,7 @@ def plan_grouped_wgrad(
     return Launch(
         grouped_wgrad_kernel,
         (experts * tiles_m * tiles_n,),
-        (a.data, a.scale, b.data, b.scale, out, offs, tokens, n, k, a.data.shape[1],
+        (a.data, a.scale, b.data, b.scale, out, offs, Rows(tokens), n, k, a.data.shape[1],
          *a.scale.stride(), *b.scale.stride(), tiles_m, tiles_n),
         {"A_ROWS": a.format.rows, "B_ROWS": b.format.rows, "TILE": _TILE},
         _OPTIONS,
@@ -150,10 +154,11 @@ def plan_grouped_wgrad(
 
 
 def grouped_gemm(
-    a: Quantized, b: Quantized, offs: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+    a: Quantized, b: Quantized, offs: Tensor, bias: Any, out_dtype: torch.dtype, tokens: Any = None
 ) -> Tensor:
     """See :func:`blocktensor.ops.reference.grouped_gemm`."""
-    out = torch.empty((a.data.shape[0], b.data.shape[1]), dtype=out_dtype, device=a.data.device)
+    shape = a.data.shape[0] if tokens is None else tokens, b.data.shape[1]
+    out = torch.empty(shape, dtype=out_dtype, device=a.data.device)
     stack = in_vectors(b.data.flatten(0, 1)).unflatten(0, b.data.shape[:2])
     a, b = a._replace(data=in_vectors(a.data)), b._replace(data=stack)
     plan_grouped_gemm(a, b, offs, None if bias is None else bias.contiguous(), out)()

@@ -44,7 +44,7 @@ def _launch(
             _launch(in_words, detail, sources, offs, only, chosen, widths)
         return
     producer = Producer(tile_of_elements, detail, more, second, widths)
-    plan_1x128(x, row, col, None if col is None else offs, producer=producer)()
+    plan_1x128(x, row, col, offs, producer=producer)()
 
 
 def _only(forms: Forms, part: int) -> Forms:

@@ -7,7 +7,7 @@ dtype of the sources, then the result is cast.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, Literal
 
 from torch import Tensor
@@ -17,6 +17,7 @@ from ..cast.producer import Forms, empty_forms
 from ..formats import BLOCK, BlockFormat
 from ..op import op, runner
 from ..registry import Backend
+from ..runtime.specialize import key_in_steps, key_of
 from . import reference
 from .choose_backend import producer_backend
 
@@ -39,10 +40,17 @@ def _backend(
     return producer_backend(sources, rowwise, columnwise).backend
 
 
+def _key(args: tuple[Any, ...]) -> Hashable:
+    """Return the key of a call; the ends of groups, if given, are a vector."""
+    in_groups = any(isinstance(x, Tensor) and x.ndim == 1 for x in args[2:])
+    return key_in_steps(args) if in_groups else key_of(args)
+
+
 @op(
     lambda gate, up, _, row, col, offs: _backend(row, col, gate, up),
     check=lambda gate, up, _, row, col, offs: _check(row, offs, gate, up),
     formats=lambda gate, up, _, row, col, offs: (row, col),
+    key=_key,
 )
 def gated(
     gate: Tensor,
@@ -67,9 +75,9 @@ def gated(
             as those of :func:`~blocktensor.ops.cast.ops.quantize_grouped`.
 
     Returns:
-        The rowwise form, data ``[T, I]``, and the columnwise form, data ``[I, T]`` as
-        :func:`~blocktensor.ops.cast.ops.quantize_columnwise` writes it; None for one without a
-        format.
+        The rowwise form, data ``[T, I]``, and the columnwise form, data ``[I, T]``, as
+        :func:`~blocktensor.ops.cast.ops.quantize_both` or, in groups, ``quantize_grouped`` writes
+        them; None for one without a format.
     """
     return empty_forms(gate, offs, rowwise, columnwise)
 
@@ -80,6 +88,7 @@ def gated(
     formats=lambda grad, gate, up, _, row, col, offs, of_up: (
         (row, col), (row, col) if of_up else (None, None),
     ),
+    key=_key,
 )  # fmt: skip
 def gated_backward(
     grad: Tensor,
@@ -129,6 +138,7 @@ def _decide_joint(
     decide=_decide_joint,
     check=lambda grad, gate_up, _, row, col, offs: _check(row, offs, grad, *gate_up.chunk(2, -1)),
     formats=lambda grad, gate_up, _, row, col, offs: (row, col),
+    key=_key,
 )
 def joint_gated_backward(
     grad: Tensor,

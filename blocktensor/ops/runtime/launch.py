@@ -26,10 +26,8 @@ class _Thread(threading.local):
 this_thread = _Thread()
 
 
-class Rows(NamedTuple):
-    """The number of rows of a tensor, as an argument that a recording reads anew at each call."""
-
-    of: Tensor
+class Rows(int):
+    """A number of rows in groups, as an argument: it may differ between calls of one recording."""
 
 
 class Launch(NamedTuple):
@@ -39,7 +37,8 @@ class Launch(NamedTuple):
     compiled for an absent GPU. ``args`` are integers, :class:`Rows`, tensors and Gluon's host-side
     ``TensorDescriptor`` objects over tensors, at least one of the last two kinds. ``options`` say
     whether a multiplication and an addition are fused (``enable_fp_fusion``): Triton's default
-    differs from version to version. ``compiling`` is entered while Triton may compile.
+    differs from version to version. ``compiling`` is entered while Triton may compile. ``sized`` is
+    an output that has as many rows as :class:`Rows` says.
     """
 
     kernel: Any
@@ -48,6 +47,7 @@ class Launch(NamedTuple):
     constants: dict[str, Any]
     options: dict[str, Any]
     compiling: Callable[[], AbstractContextManager[None]] = nullcontext
+    sized: Tensor | None = None
 
     def __call__(self) -> None:
         """Launch on the current stream of the arguments' device; an empty grid launches nothing.
@@ -61,7 +61,7 @@ class Launch(NamedTuple):
         if self.grid[0] == 0:
             return
         device = next(t.device.index for t in map(pointed_at, self.args) if t is not None)
-        args = [len(x.of) if type(x) is Rows else x for x in self.args]
+        args = [int(x) if type(x) is Rows else x for x in self.args]
         try:
             with torch.cuda.device(device), self.compiling():  # Triton takes the current device
                 compiled = self.kernel[self.grid](*args, **self.constants, **self.options)

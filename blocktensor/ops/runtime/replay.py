@@ -4,7 +4,8 @@ A recorded function allocates tensors, plans launches from its arguments' shapes
 launches. None of it depends on values or addresses, so calls with arguments of the same kind
 (``specialize.py``) can repeat a recorded one with new addresses: they allocate the same tensors and
 call the compiled kernels directly. Results are the same, bit for bit. Calls of one kind may differ
-in a number of rows that kernels get as :class:`~.launch.Rows`.
+in a number of rows that kernels get as :class:`~.launch.Rows`: that of the first argument or, if it
+is no tensor, the first integer.
 
 The second call of a kind is recorded, as many kinds are met once: batches have other lengths, and a
 recording takes as long as several ordinary calls.
@@ -66,7 +67,8 @@ class Replay(Recording):
             if watch.others:
                 raise _NotRepeatable
             kernels = [launcher.raw_kernel(*launch) for launch in launches]
-            self.player = _player(self._function, args, watch.allocated, kernels, result)
+            sized = [launch.sized.data_ptr() for launch, _ in launches if launch.sized is not None]
+            self.player = _player(self._function, args, watch.allocated, sized, kernels, result)
         except (_NotRepeatable, launcher.Unsupported):
             self.player = self._function
         return result
@@ -147,13 +149,16 @@ def _player(
     function: Callable[..., Any],
     args: tuple[Any, ...],
     made: list[Tensor],
+    sized: list[int],
     kernels: list[launcher.RawKernel],
     result: Any,
 ) -> Callable[..., Any]:
-    """Return a function that repeats ``function`` for arguments like ``args``."""
+    """Return a function that repeats ``function`` for arguments like ``args``.
+
+    ``sized``: addresses of tensors of ``made`` that have :class:`~.launch.Rows`.
+    """
     names = [f"a{i}" for i in range(len(args))]
-    arguments = _tensors(args)
-    known = dict(arguments)
+    known = _tensors(args)
     device = next(iter(known.values())).get_device()
     if any(x.get_device() != device for x in made):
         raise _NotRepeatable
@@ -175,7 +180,9 @@ def _player(
     for name, arg in zip(names, args, strict=True):
         if isinstance(arg, tuple) and any(isinstance(x, Tensor) for x in arg):
             body.append("".join(f"{name}_{j}, " for j in range(len(arg))) + f"= {name}")
-    offsets = _offsets(made, result)
+    first_int = (f"a{i}" for i, x in enumerate(args) if type(x) is int)
+    rows = "a0.shape[0]" if "a0" in known else next(first_int, None)
+    offsets = _offsets(made, result, sized)
     pointers = {name: f"{name}.data_ptr()" for name in known}
     if offsets:
         size = (sum(_padded(made[i]) for i in offsets),)
@@ -188,13 +195,14 @@ def _player(
             pointers[name] = f"p_scratch + {constant(offsets[i])}"
             continue
         pointers[name] = f"{name}.data_ptr()"
-        geometry = (constant(part) for part in (tuple(x.shape), x.stride(), x.dtype))
+        geometry = [constant(part) for part in (tuple(x.shape), x.stride(), x.dtype)]
+        if rows and x.data_ptr() in sized:
+            geometry[0] = f"({rows}, {constant(x.shape[1])})"
         body.append(f"{name} = empty({', '.join(geometry)})")
     body.append(f"stream = current_stream({device})")
     body += [f"p_{name} = {value}" for name, value in pointers.items()]
 
-    def source(tensor: Tensor) -> tuple[str, int]:
-        """Return the name of what ``tensor`` is or lies in, and its distance from the start."""
+    def address(tensor: Tensor) -> str:
         at = tensor.data_ptr()
         found = [(name, x) for name, x in known.items() if x.data_ptr() == at]
         if not found:  # a part of one of them
@@ -204,15 +212,8 @@ def _player(
         if len(found) != 1:
             raise _NotRepeatable
         ((name, x),) = found
-        return name, at - x.data_ptr()
-
-    def address(tensor: Tensor) -> str:
-        name, behind = source(tensor)
+        behind = at - x.data_ptr()
         return f"p_{name} + {constant(behind)}" if behind else f"p_{name}"
-
-    def rows(tensor: Tensor) -> str:
-        name, _ = source(tensor)
-        return f"{name}.shape[0]" if name in arguments else constant(len(tensor))
 
     def written(values: list[Any]) -> list[str]:
         return ["None" if x is None else constant(x) for x in values]
@@ -222,8 +223,8 @@ def _player(
         head[launcher.STREAM] = "stream"
         for place, tensor in kernel.pointers:
             values[place] = address(tensor)
-        for place, tensor in kernel.rows:
-            values[place] = rows(tensor)
+        for place in kernel.rows:
+            values[place] = rows or values[place]
         for place, tensor, make in kernel.maps:
             at, maps = address(tensor), TensorMaps(make, tensor.data_ptr())
             values[place] = f"{constant(maps.known)}.get({at}) or {constant(maps.new)}({at})"
@@ -259,9 +260,9 @@ def _leaves(result: Any) -> list[Tensor]:
     return [result] if isinstance(result, Tensor) else []
 
 
-def _offsets(made: list[Tensor], result: Any) -> dict[int, int]:
+def _offsets(made: list[Tensor], result: Any, sized: list[int]) -> dict[int, int]:
     """Return offsets in one allocation of tensors of ``made`` that are not returned."""
-    kept = {x.untyped_storage().data_ptr() for x in _leaves(result)}
+    kept = {x.untyped_storage().data_ptr() for x in _leaves(result)} | {*sized}
     inner = [i for i, x in enumerate(made) if x.untyped_storage().data_ptr() not in kept]
     if len(inner) < 2:
         return {}

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from ..devices import has_triton
-from ..formats import Quantized
+from ..formats import Quantized, group_rows
 from .launch import Recording, this_thread
 
 GEMM_VARIABLE = "BLOCKTENSOR_GEMM"
@@ -72,6 +72,23 @@ def key_of(args: tuple[Any, ...]) -> Hashable:
         else:
             key.append(x)
     return tuple(key)
+
+
+def key_in_steps(args: tuple[Any, ...]) -> Hashable:
+    """Return :func:`key_of` arguments with the number of rows in groups in whole steps.
+
+    It is the number of rows of the first argument and of the matrices after it or, if the first is
+    no tensor, an integer.
+    """
+    first, *rest = args
+    if type(first) is Quantized:
+        return key_of(tuple(group_rows(x) if type(x) is int else x for x in args))
+    key: list[Any] = [*map(group_rows, first.shape[:1])]
+    while rest and isinstance(rest[0], Tensor) and rest[0].ndim == 2:
+        x = rest.pop(0)
+        key += (len(x) - len(first), x.shape[1], x.stride(), x.dtype, x.data_ptr() & 15, x.device)
+    layout = first.shape[1:], first.stride(), first.dtype, first.data_ptr() & 15, first.device
+    return *key, *layout, key_of(tuple(rest))
 
 
 class Specialized(Generic[Result]):

@@ -12,10 +12,10 @@ from torch import Generator, Tensor
 
 from blocktensor.ops import formats, reference
 from blocktensor.ops.cast import gluon_columnwise, ops, triton_cast
-from blocktensor.ops.cast.ops import _key_of_steps
 from blocktensor.ops.formats import ACTIVATION_FORMATS, BLOCKS_1X128, BLOCKS_128X128, BlockFormat
 from blocktensor.ops.op import OPS
 from blocktensor.ops.runtime.replay import Replay
+from blocktensor.ops.runtime.specialize import key_in_steps
 from tests.support.groups import drawn, ends, filled, first
 from tests.support.numeric import DTYPES, KINDS, assert_same_forms, values
 
@@ -65,7 +65,7 @@ def test_rows_within_a_step_share_a_recording() -> None:
     for rows in (*range(260, 510, 23), 512):
         check(ops, torch.randn(rows, 256, device=CUDA).bfloat16(), (rows - 200, 150))
     x = torch.randn(300, 256, device=CUDA).bfloat16()
-    key = (_key_of_steps((x, ends(100, 150, device=CUDA), BLOCKS_1X128, BLOCKS_1X128)), None)
+    key = (key_in_steps((x, ends(100, 150, device=CUDA), BLOCKS_1X128, BLOCKS_1X128)), None)
     assert not isinstance(OPS["quantize_grouped"]._table[key], Replay)  # but its player
 
 

@@ -266,17 +266,25 @@ def test_calls_that_differ_in_sizes_have_one_text() -> None:
     assert (replay._maker.cache_info().misses, len(a.kernel.direct)) == (1, 9)
 
 
-def test_numbers_of_rows_are_read_at_every_call() -> None:
-    def first_rows(x: Tensor, y: Tensor) -> Tensor:
-        made, out = torch.empty_like(y), torch.empty_like(y)
-        for of, target in ((x, out), (made, made)):
-            Launch(kernel, (1,), (x, y, target, Rows(of), 3), {"FLAG": True}, {})()
+@pytest.mark.parametrize("of_tensor", [True, False])
+def test_numbers_of_rows_are_read_at_every_call(of_tensor: bool) -> None:
+    """Outputs, returned or not, have as many: those of the first tensor, or the first integer."""
+
+    def sums(first: Any, y: Tensor, tokens: int) -> Tensor:
+        x = first if of_tensor else first.data
+        rows = Rows(len(x) if of_tensor else tokens)
+        between, out = torch.empty(rows, 1), torch.empty(rows, 1)
+        for source, made in ((x, between), (between, out)):
+            args = source, y, made, rows, 3
+            Launch(kernel, (1,), args, {"FLAG": True}, {}, sized=made)()
         return out
 
     kernel = Kernel(axpy_body, ["x", "y", "out", "count", "factor", "FLAG"])
-    run, (x, y) = Replay(first_rows), draw(2, 8)
+    run, (x, y) = Replay(sums), draw(2, 8)
     for rows in (8, 5, 7, 3, 8):
-        assert torch.equal(run(x[:rows], y)[:rows], (3 * x + y)[:rows])
+        first = x[:rows] if of_tensor else Quantized(x, draw(1), BLOCKS_1X128)
+        made = run(first, y, rows if not of_tensor else 0)
+        assert torch.equal(made[:, 0], (9 * x + 4 * y)[:rows])
     assert len(kernel.direct) == 6
 
 

@@ -63,11 +63,12 @@ def scales_of(x: Quantized, count: int) -> tuple[TensorDescriptor, int]:
     return scale_map(x.scale, count, ld, minor, major), ld
 
 
-def output_map(out: Tensor) -> TensorDescriptor:
-    """Return the map of an output matrix for stores of one output buffer."""
+def output_map(out: Tensor, rows: int | None = None) -> TensorDescriptor:
+    """Return the map of an output matrix, or of ``rows``, for stores of one output buffer."""
     box = [WARPGROUP_ROWS, CHUNK.value]
     layout = _shared(*box, _OUT[out.dtype])
-    return TensorDescriptor(out, list(out.shape), [out.stride(0), 1], box, layout)
+    shape = [out.shape[0] if rows is None else rows, out.shape[1]]
+    return TensorDescriptor(out, shape, [out.stride(0), 1], box, layout)
 
 
 def fits_tma(out: Tensor) -> bool:

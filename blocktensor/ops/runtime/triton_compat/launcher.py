@@ -38,7 +38,7 @@ class RawKernel(NamedTuple):
         head: the first arguments; the stream is missing.
         arguments: those of the kernel; pointers, numbers of rows and tensor maps are missing.
         pointers: places in ``arguments`` of pointers, each with its tensor.
-        rows: places of numbers of rows, each with the tensor that has them.
+        rows: places of :class:`~..launch.Rows`.
         maps: places of tensor maps, each with its tensor and a function that makes a map for
             another address.
         in_tuple: True if the C function takes the kernel's arguments as one tuple.
@@ -50,7 +50,7 @@ class RawKernel(NamedTuple):
     head: list[Any]
     arguments: list[Any]
     pointers: list[tuple[int, Tensor]]
-    rows: list[tuple[int, Tensor]]
+    rows: list[int]
     maps: list[tuple[int, Tensor, Callable[[int], Any]]]
     in_tuple: bool
     compiled: Any
@@ -190,7 +190,7 @@ def raw_kernel(launch: Launch, compiled: Any) -> RawKernel:
         raise Unsupported("a sanitizer passes arguments of its own")
     arguments: list[Any] = []
     pointers: list[tuple[int, Tensor]] = []
-    rows: list[tuple[int, Tensor]] = []
+    rows: list[int] = []
     maps: list[tuple[int, Tensor, Callable[[int], Any]]] = []
     described = iter(compiled.metadata.tensordesc_meta or ())
     for of, value in _parameters(launch, compiled):
@@ -204,9 +204,9 @@ def raw_kernel(launch: Launch, compiled: Any) -> RawKernel:
         elif of.startswith("*") and tensor is value:
             pointers.append((place, tensor))
             arguments.append(None)
-        elif of in ("i32", "i64") and isinstance(value, (int, Rows)):
-            arguments.append(value if isinstance(value, int) else None)
-            rows += [] if isinstance(value, int) else [(place, value.of)]
+        elif of in ("i32", "i64") and isinstance(value, int):
+            rows += [place] if type(value) is Rows else []
+            arguments.append(int(value))
         else:
             raise Unsupported(f"an argument {of} that is {value!r}")
     head = kind.head(launch.grid[0], run, compiled)
