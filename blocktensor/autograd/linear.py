@@ -22,7 +22,7 @@ from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
 from .backward import FP8Function, Gradients, run_backward
 from .plan import Plan, autocast_dtype, plan_matmul
-from .products import Dense, Saved, product_of, saved_of
+from .products import DENSE, Dense, Grouped, Saved, product_of, saved_of
 from .saved_weight import SavedWeight, hold_cast
 from .shared_cast import this_thread
 
@@ -185,7 +185,7 @@ class FP8Linear(FP8Function):
         *cast: Tensor,
     ) -> Tensor:
         ctx.plan, ctx.product, ctx.casts = plan, product, len(cast)
-        p = product_of(offs, x) if product is None else product
+        p = (DENSE if offs is None else Grouped(offs, x.shape[0])) if product is None else product
         # collectives run while the weight is cast
         begun = None if product is None else p.input(x, plan)
         if plan.records_forward and not cast and begun is None:

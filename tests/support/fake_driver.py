@@ -198,7 +198,7 @@ class Op:
     def __init__(self, function: Callable[..., Any], kernel: Kernel) -> None:
         self.kernel, self.calls, self._function = kernel, 0, function
         self.table = Specialized(lambda *args: recorded(self._counted))
-        self.call = self.table.run
+        self.call = self.table
 
     def _counted(self, *args: Any) -> Any:
         self.calls += 1

@@ -122,7 +122,7 @@ class Specialized(Generic[Result]):
         if this_thread.watch is not None:
             return self.run(*args)
         run: Any = self._table.get((self._key(args), _environment.get(_VARIABLE)))
-        return self.run(*args) if run is None else run(*args)
+        return self.run(*args) if run is None or isinstance(run, Recording) else run(*args)
 
     def run(self, *args: Any) -> Any:
         """Run the function outside the dispatcher; plainly, as a part of what is being recorded."""

@@ -40,13 +40,13 @@ def test_a_backend_is_chosen_once_for_a_kind(watched: Watched, rng: Generator) -
         forms = columnwise(g, offs), columnwise(x, offs)
         dw = reference.grouped_gemm_wgrad(*forms, offs, 60, torch.float16)
         assert_same(ops.grouped_gemm_wgrad(*forms, offs, 60, torch.float16), dw)
-    sizes_and_experts, row = (60, N, K, 3), BLOCKS_1X128
+    sizes_and_experts, row = (N, K, 3), BLOCKS_1X128
     cpu = torch.device("cpu")
     assert watched.problems == [
         GroupedProblem(
-            "gemm", *sizes_and_experts, row, BLOCKS_128X128, torch.float32, cpu, torch.bfloat16
+            "gemm", 60, *sizes_and_experts, row, BLOCKS_128X128, torch.float32, cpu, torch.bfloat16
         ),
-        GroupedProblem("wgrad", *sizes_and_experts, row, row, torch.float16, cpu),
+        GroupedProblem("wgrad", 256, *sizes_and_experts, row, row, torch.float16, cpu),
     ]
 
 
