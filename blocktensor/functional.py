@@ -51,7 +51,7 @@ def linear(
         TypeError, ValueError: dtypes, shapes, devices or recipes that do not fit together.
     """
     _check(recipe, {"x": x, "w": w}, {"bias": bias})
-    if _stays_whole(w):
+    if _stays_whole(w, recipe):
         return torch.nn.functional.linear(x, w, bias)
     return _linear.linear(x, w, bias, recipe=recipe)
 
@@ -213,18 +213,28 @@ def _gated(
         raise TypeError(f"recompute={recompute!r}: expected True or False")
     options = activation, recompute
     if any(map(_stays_whole, weights)):
-        return _whole_functions.gated_mlp(x, weights, biases, offs, *options)
+        linears = _gated_mlp.linears_by(linear, grouped_linear, offs, recipe)
+        return _whole_functions.gated_mlp(x, weights, biases, offs, *options, recipe, linears)
     if not is_dynamo_compiling():
         _whole_functions.announce_if_loaded()
     return _gated_mlp.gated_mlp(x, *weights, *biases, *options, recipe, offs)
 
 
-def _stays_whole(w: Tensor | None) -> bool:
+def _stays_whole(w: Tensor | None, recipe: Recipe | None = None) -> bool:
     """Return True if a matmul with ``w`` must be a torch function while Dynamo traces.
 
     It looks into others, and would take casts for inputs of its graph, made anew at every guard.
+
+    Raises:
+        NotImplementedError: the matmul has a recipe of its own, of which torch functions know none.
     """
-    return is_dynamo_compiling() and isinstance(w, FP8Base)
+    stays = is_dynamo_compiling() and isinstance(w, FP8Base)
+    if stays and recipe is not None:
+        raise NotImplementedError(
+            "torch.compile of a function of blocktensor that has both an FP8 weight and a recipe: "
+            "leave out the recipe, and make the weight with it: BlockwiseFP8Weight(w, recipe)"
+        )
+    return stays
 
 
 def grouped_linear(
@@ -256,7 +266,7 @@ def grouped_linear(
         TypeError, ValueError: dtypes, shapes, devices or recipes that do not fit together.
     """
     _check(recipe, {"x": x, "w": w, "offs": offs}, {"bias": bias})
-    if _stays_whole(w):
+    if _stays_whole(w, recipe):
         made: Tensor = torch._grouped_mm(x, w.transpose(1, 2), offs, bias)
         return made
     return _linear.grouped_linear(x, w, offs, bias, recipe=recipe)

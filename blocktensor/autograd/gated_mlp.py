@@ -65,12 +65,13 @@ def gated_mlp(
         if type(x) is BlockwiseFP8Weight:
             x = x.high_precision()
         weights, biases = (w_gate, w_up, w_down), (bias_gate, bias_up, bias_down)
+        linears = linears_by(linear, grouped_linear, offs, recipe)
         if offs is not None and has_no_experts(x, w_gate, offs):
             features_of_h(w_gate, w_up)
-            return _by_linears(offs, x, weights, biases, activation, recipe)
+            return one_by_one(linears, x, weights, biases, activation)
         plan = plan_gated(offs, x, weights, biases, activation, recompute, recipe)
         if plan.one_by_one:
-            return _by_linears(offs, x, weights, biases, activation, recipe)
+            return one_by_one(linears, x, weights, biases, activation)
         # Each linear has an edge to x of its own, in the order in which their backwards would run:
         # so gradients are summed as without this function, also with those of other uses of x.
         again: Tensor | None = None
@@ -81,20 +82,17 @@ def gated_mlp(
         return y
 
 
-def _by_linears(
-    offs: Tensor | None,
-    x: Tensor,
-    weights: tuple[Tensor, Tensor | None, Tensor],
-    biases: Sequence[Tensor | None],
-    activation: str,
-    recipe: Recipe | None,
-) -> Tensor:
+def linears_by(
+    linear: Any, grouped_linear: Any, offs: Tensor | None, recipe: Recipe | None
+) -> Callable[..., Sequence[Tensor]]:
+    """Return the ``linears`` of :func:`one_by_one` that these functions compute."""
+
     def linears(x: Tensor, ws: Sequence[Tensor], bs: Sequence[Tensor | None]) -> Sequence[Tensor]:
         if offs is not None:
             return [grouped_linear(x, w, offs, recipe=recipe) for w in ws]
         return [linear(x, w, b, recipe=recipe) for w, b in zip(ws, bs, strict=True)]
 
-    return one_by_one(linears, x, weights, biases, activation)
+    return linears
 
 
 def one_by_one(

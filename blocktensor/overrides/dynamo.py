@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
@@ -54,16 +53,12 @@ def gated_mlp(
     offs: Tensor | None,
     activation: ActivationName,
     recompute: bool,
+    recipe: Recipe | None,
+    linears: Callable[..., Sequence[Tensor]],
 ) -> Tensor:
-    """Run the gated MLP while Dynamo traces, or one matmul at a time; with ``offs`` of experts."""
+    """Run the gated MLP while Dynamo traces, or its ``linears``; with ``offs`` of experts."""
     if _announced:
-        return _gated_mlp_whole(x, *weights, *biases, activation, recompute, None, offs)
-
-    def linears(x: Tensor, ws: Sequence[Tensor], bs: Sequence[Tensor | None]) -> Sequence[Tensor]:
-        if offs is not None:
-            return [torch._grouped_mm(x, w.transpose(1, 2), offs) for w in ws]
-        return [F.linear(x, w, b) for w, b in zip(ws, bs, strict=True)]
-
+        return _gated_mlp_whole(x, *weights, *biases, activation, recompute, recipe, offs)
     features_of_h(*weights[:2], biases[1])
     return _gated_mlp.one_by_one(linears, x, weights, biases, activation)
 

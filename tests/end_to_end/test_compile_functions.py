@@ -75,6 +75,22 @@ def test_bits(way: str) -> None:
     assert graphs() == 1
 
 
+@pytest.mark.parametrize("announced", [True, False])
+def test_a_plain_weight_among_fp8_ones(announced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It runs in FP8 too, whether Dynamo was there before the first call or not."""
+    monkeypatch.setattr(dynamo, "_announced", announced)
+    gate, up, down = weights()
+    values = plain(gate).requires_grad_()
+    run = functools.partial(fused, recipe=gate.recipe) if announced else fused
+    assert_as_eager(lambda x: run(x, values, up, down), randn(70, 192), of=[values, up, down])
+
+
+def test_a_recipe_beside_an_fp8_weight_is_refused() -> None:
+    w, recipe = weights()[0], Recipe(wgrad_input="1x128")
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="leave out the recipe"):
+        compiled(lambda x: functional.linear(x, w, recipe=recipe))(randn(70, 192))
+
+
 def ops_that_run(run: Any, operands: list[Any]) -> list[str]:
     """The package's ops in the graphs of a forward and of its backward, and others of silu."""
     found = compiled_graphs(run, randn(9, 192), *operands, of=operands)
