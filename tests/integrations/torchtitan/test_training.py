@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +142,19 @@ def test_losses_of_the_example_fall_alike(alone: dict[str, Any], model: str) -> 
 def test_the_example_on_two_ranks(on_two: dict[str, Any]) -> None:
     bf16, fp8 = (made["losses"] for made in on_two["example"].values())
     assert fp8 != bf16 and fp8 == pytest.approx(bf16, rel=0.01) and bf16[-1] < bf16[0]
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("flags", [["--cp", "2"], ["--compile", "--async-tp"]], ids=" ".join)
+def test_the_example_on_two_gpus(flags: list[str], tmp_path: Path) -> None:
+    """Context parallel and async tensor parallel, which torch has on GPUs alone."""
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    script = str(scripts.EXAMPLES / "torchtitan_fp8.py")
+    options = ["--steps", "8", "--seq", "2048", "--out", str(tmp_path), *flags]
+    subprocess.run([*start, script, *options], check=True, timeout=300)
+    runs = json.loads((tmp_path / "result.json").read_text())["runs"]
+    bf16, fp8 = (runs[name]["losses"] for name in ("bf16", "fp8"))
+    assert fp8 != bf16 and fp8 == pytest.approx(bf16, rel=0.002)
 
 
 @pytest.mark.parametrize("run", ["compiled", "fused", "spmd_types"])
