@@ -7,7 +7,7 @@ dtype of the sources, then the result is cast.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any, Literal
 
 from torch import Tensor
@@ -17,7 +17,7 @@ from ..cast.producer import Forms, empty_forms
 from ..formats import BLOCK, BlockFormat
 from ..op import op, runner
 from ..registry import Backend
-from ..runtime.specialize import key_in_steps, key_of
+from ..runtime.specialize import key_in_steps
 from . import reference
 from .choose_backend import producer_backend
 
@@ -40,17 +40,11 @@ def _backend(
     return producer_backend(sources, rowwise, columnwise).backend
 
 
-def _key(args: tuple[Any, ...]) -> Hashable:
-    """Return the key of a call; the ends of groups, if given, are a vector."""
-    in_groups = any(isinstance(x, Tensor) and x.ndim == 1 for x in args[2:])
-    return key_in_steps(args) if in_groups else key_of(args)
-
-
 @op(
     lambda gate, up, _, row, col, offs: _backend(row, col, gate, up),
     check=lambda gate, up, _, row, col, offs: _check(row, offs, gate, up),
     formats=lambda gate, up, _, row, col, offs: (row, col),
-    key=_key,
+    key=key_in_steps,
 )
 def gated(
     gate: Tensor,
@@ -88,7 +82,7 @@ def gated(
     formats=lambda grad, gate, up, _, row, col, offs, of_up: (
         (row, col), (row, col) if of_up else (None, None),
     ),
-    key=_key,
+    key=key_in_steps,
 )  # fmt: skip
 def gated_backward(
     grad: Tensor,
@@ -138,7 +132,7 @@ def _decide_joint(
     decide=_decide_joint,
     check=lambda grad, gate_up, _, row, col, offs: _check(row, offs, grad, *gate_up.chunk(2, -1)),
     formats=lambda grad, gate_up, _, row, col, offs: (row, col),
-    key=_key,
+    key=key_in_steps,
 )
 def joint_gated_backward(
     grad: Tensor,

@@ -77,18 +77,21 @@ def key_of(args: tuple[Any, ...]) -> Hashable:
 def key_in_steps(args: tuple[Any, ...]) -> Hashable:
     """Return :func:`key_of` arguments with the number of rows in groups in whole steps.
 
-    It is the number of rows of the first argument and of the matrices after it or, if the first is
-    no tensor, an integer.
+    It is the number of rows of the first argument and of other matrices, if there is a vector of
+    the ends of groups; or, if the first argument is no tensor, an integer.
     """
-    first, *rest = args
-    if type(first) is Quantized:
-        return key_of(tuple(group_rows(x) if type(x) is int else x for x in args))
-    key: list[Any] = [*map(group_rows, first.shape[:1])]
-    while rest and isinstance(rest[0], Tensor) and rest[0].ndim == 2:
-        x = rest.pop(0)
-        key += (len(x) - len(first), x.shape[1], x.stride(), x.dtype, x.data_ptr() & 15, x.device)
-    layout = first.shape[1:], first.stride(), first.dtype, first.data_ptr() & 15, first.device
-    return *key, *layout, key_of(tuple(rest))
+    if type(args[0]) is Quantized:
+        return key_of(tuple([group_rows(x) if type(x) is int else x for x in args]))
+    key: list[Any] = []
+    rows, in_groups = sum(args[0].shape[:1]), False
+    for x in args:
+        if isinstance(x, Tensor):
+            in_groups |= x.ndim == 1
+            size = (x.shape[0] - rows, x.shape[1]) if x.ndim == 2 else x.shape
+            key += (size, x.stride(), x.dtype, x.data_ptr() & 15, x.device)
+        else:
+            key.append(x)
+    return group_rows(rows) if in_groups else rows, *key
 
 
 class Specialized(Generic[Result]):

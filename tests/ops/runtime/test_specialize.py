@@ -51,6 +51,16 @@ def test_each_kind_is_decided_once_until_it_is_forgotten() -> None:
     assert len(op.decided) == 5
 
 
+def test_numbers_of_rows_in_groups_are_told_apart_by_steps() -> None:
+    key, ends = specialize.key_in_steps, torch.zeros(3, dtype=torch.int32)
+    x, one_more, more = (torch.rand(rows, 8) for rows in (300, 301, 600))
+    assert key((x, ends)) == key((one_more, ends)) != key((more, ends))
+    assert key((x, x, ends)) == key((one_more, one_more, ends)) != key((x, one_more, ends))
+    assert key((x, x)) != key((one_more, one_more))  # of no groups
+    form = Quantized(x, x, BLOCKS_1X128)
+    assert key((form, ends, 300)) == key((form, ends, 301)) != key((form, ends, 600))
+
+
 @pytest.mark.parametrize(("factor", "said", "decided"), [(0, "factor 0", 0), (-1, "negative", 1)])
 def test_only_an_error_of_the_decision_makes_a_new_one(
     factor: int, said: str, decided: int
