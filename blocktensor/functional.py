@@ -183,7 +183,7 @@ def linear_cross_entropy(
     """
     _check(recipe, {"x": x, "w": w, "target": target}, {"bias": bias})
     loss = CrossEntropy(reduction, ignore_index)
-    if not is_dynamo_compiling():
+    if not _stays_whole(w, recipe) and not is_dynamo_compiling():
         _whole_functions.announce_if_loaded()
     return _whole_functions.linear_cross_entropy(x, w, target, bias, loss, chunk_size, recipe)
 
@@ -212,7 +212,7 @@ def _gated(
     if not isinstance(recompute, bool):
         raise TypeError(f"recompute={recompute!r}: expected True or False")
     options = activation, recompute
-    if any(map(_stays_whole, weights)):
+    if any(_stays_whole(w, recipe) for w in weights):
         linears = _gated_mlp.linears_by(linear, grouped_linear, offs, recipe)
         return _whole_functions.gated_mlp(x, weights, biases, offs, *options, recipe, linears)
     if not is_dynamo_compiling():
@@ -226,15 +226,15 @@ def _stays_whole(w: Tensor | None, recipe: Recipe | None = None) -> bool:
     It looks into others, and would take casts for inputs of its graph, made anew at every guard.
 
     Raises:
-        NotImplementedError: the matmul has a recipe of its own, of which torch functions know none.
+        NotImplementedError: there is another recipe, of which torch functions do not know.
     """
-    stays = is_dynamo_compiling() and isinstance(w, FP8Base)
-    if stays and recipe is not None:
+    whole = is_dynamo_compiling() and isinstance(w, FP8Base)
+    if whole and recipe not in (None, getattr(w, "recipe", None)):
         raise NotImplementedError(
-            "torch.compile of a function of blocktensor that has both an FP8 weight and a recipe: "
+            "torch.compile of a function of blocktensor with an FP8 weight and another recipe: "
             "leave out the recipe, and make the weight with it: BlockwiseFP8Weight(w, recipe)"
         )
-    return stays
+    return whole
 
 
 def grouped_linear(

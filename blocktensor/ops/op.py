@@ -234,7 +234,7 @@ class _Schema:
             else:
                 given.append(f"{name}{default}")
                 is_format = BlockFormat in (kind, *get_args(kind))
-                made.append(f"{name} and named({name})" if is_format else name)
+                made.append(f"None if {name} is None else named({name})" if is_format else name)
         text = f"lambda {', '.join(given)}: ({', '.join(made)},)"
         scope = {"Quantized": Quantized, "named": named, **self._defaults}
         return eval(text, scope)

@@ -85,10 +85,19 @@ def test_a_plain_weight_among_fp8_ones(announced: bool, monkeypatch: pytest.Monk
     assert_as_eager(lambda x: run(x, values, up, down), randn(70, 192), of=[values, up, down])
 
 
-def test_a_recipe_beside_an_fp8_weight_is_refused() -> None:
-    w, recipe = weights()[0], Recipe(wgrad_input="1x128")
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="leave out the recipe"):
-        compiled(lambda x: functional.linear(x, w, recipe=recipe))(randn(70, 192))
+def test_another_recipe_than_a_weight_has_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, (w, up, down), target = randn(70, 192), weights(), torch.zeros(70, dtype=torch.int64)
+    same, other = w.recipe, Recipe(wgrad_input="1x128")
+    assert_as_eager(lambda x: functional.linear(x, w, recipe=same), x, of=[w])
+    for run in (
+        lambda x: functional.linear(x, w, recipe=other),
+        lambda x: functional.linear_cross_entropy(x, w, target, recipe=other),
+        lambda x: functional.gated_mlp(x, w, up, down, recipe=other),
+    ):
+        for announced in (True, False):
+            monkeypatch.setattr(dynamo, "_announced", announced)
+            with pytest.raises(torch._dynamo.exc.Unsupported, match="leave out the recipe"):
+                compiled(run)(x)
 
 
 def ops_that_run(run: Any, operands: list[Any]) -> list[str]:

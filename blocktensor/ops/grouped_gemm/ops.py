@@ -38,7 +38,7 @@ def _decide_gemm(
     a: Quantized, b: Quantized, __: Tensor, bias: Tensor | None, out_dtype: torch.dtype, *rest: Any
 ) -> Callable[..., Tensor]:
     (rows, k), (experts, n, _) = a.data.shape, b.data.shape
-    if 0 in (rows, n):
+    if 0 in (rows, n, *rest):
         return _empty
     problem = GroupedProblem(
         "gemm", rows, n, k, experts, a.format, b.format, out_dtype, a.data.device,

@@ -275,15 +275,13 @@ def test_numbers_of_rows_are_read_at_every_call(of_tensor: bool) -> None:
         rows = Rows(len(x) if of_tensor else tokens)
         between, out = torch.empty(rows, 1), torch.empty(rows, 1)
         for source, made in ((x, between), (between, out)):
-            args = source, y, made, rows, 3
-            Launch(kernel, (1,), args, {"FLAG": True}, {}, sized=made)()
+            Launch(kernel, (1,), (source, y, made, rows, 3), {"FLAG": True}, {}, sized=made)()
         return out
 
     kernel = Kernel(axpy_body, ["x", "y", "out", "count", "factor", "FLAG"])
     run, (x, y) = Replay(sums), draw(2, 8)
     for rows in (8, 5, 7, 3, 8):
-        first = x[:rows] if of_tensor else Quantized(x, draw(1), BLOCKS_1X128)
-        made = run(first, y, rows if not of_tensor else 0)
+        made = run(x[:rows] if of_tensor else Quantized(x, draw(1), BLOCKS_1X128), y, rows)
         assert torch.equal(made[:, 0], (9 * x + 4 * y)[:rows])
     assert len(kernel.direct) == 6
 
