@@ -226,7 +226,7 @@ def _stays_whole(w: Tensor | None, recipe: Recipe | None = None) -> bool:
     It looks into others, and would take casts for inputs of its graph, made anew at every guard.
 
     Raises:
-        NotImplementedError: there is another recipe, of which torch functions do not know.
+        NotImplementedError: ``recipe`` is not the weight's, and torch functions take none.
     """
     whole = is_dynamo_compiling() and isinstance(w, FP8Base)
     if whole and recipe not in (None, getattr(w, "recipe", None)):

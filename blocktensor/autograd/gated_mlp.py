@@ -65,12 +65,13 @@ def gated_mlp(
         if type(x) is BlockwiseFP8Weight:
             x = x.high_precision()
         weights, biases = (w_gate, w_up, w_down), (bias_gate, bias_up, bias_down)
-        linears = linears_by(linear, grouped_linear, offs, recipe)
+        plan: GatedPlan | None = None
         if offs is not None and has_no_experts(x, w_gate, offs):
             features_of_h(w_gate, w_up)
-            return one_by_one(linears, x, weights, biases, activation)
-        plan = plan_gated(offs, x, weights, biases, activation, recompute, recipe)
-        if plan.one_by_one:
+        else:
+            plan = plan_gated(offs, x, weights, biases, activation, recompute, recipe)
+        if plan is None or plan.one_by_one:
+            linears = linears_by(linear, grouped_linear, offs, recipe)
             return one_by_one(linears, x, weights, biases, activation)
         # Each linear has an edge to x of its own, in the order in which their backwards would run:
         # so gradients are summed as without this function, also with those of other uses of x.

@@ -151,7 +151,7 @@ class Plan:
             self._backwards = Specialized(lambda *_: recorded(function))
         x_data, x_scale, _ = x  # hooks may have laid them out anew
         key = (
-            (grad.shape if offs is None else _shape_in_steps(grad)),
+            grad.shape if offs is None else _shape_in_steps(grad),
             (grad.stride(), grad.dtype, grad.data_ptr() & 15),
             (x_scale.stride(), x_data.data_ptr() & 15, x_scale.data_ptr() & 15),
         )

@@ -220,7 +220,7 @@ class _Schema:
 
     @functools.cached_property
     def arguments(self) -> Any:
-        """The function that returns the function's arguments, of those of the registered op.
+        """The function from the registered op's arguments to those of the declared function.
 
         Compiled from text, as compiled graphs call it for every op; the dispatcher omits the last
         arguments if they are defaults.
@@ -236,12 +236,11 @@ class _Schema:
                 is_format = BlockFormat in (kind, *get_args(kind))
                 made.append(f"None if {name} is None else named({name})" if is_format else name)
         text = f"lambda {', '.join(given)}: ({', '.join(made)},)"
-        scope = {"Quantized": Quantized, "named": named, **self._defaults}
-        return eval(text, scope)
+        return eval(text, {"Quantized": Quantized, "named": named, **self._defaults})
 
     @functools.cached_property
     def tensors(self) -> Callable[[Any], Any]:
-        """The function that returns the result of the registered op, of that of the function."""
+        """The function from the declared function's result to that of the registered op."""
         if self._returned in (Tensor, Quantized):
             return lambda made: made if isinstance(made, Tensor) else made[:2]
         return lambda made: [x for form in _forms(made) for x in form[:2]]

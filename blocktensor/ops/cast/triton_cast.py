@@ -169,7 +169,7 @@ def plan_1x128(
     m, k = x.shape
     made = row or col
     assert made is not None
-    groups = 0 if offs is None or col is None else offs.shape[0]  # rows of any group: one by one
+    groups = 0 if offs is None or col is None else offs.shape[0]  # rowwise blocks ignore groups
     tile_m = BLOCK if col else 32
     tiles_m = blocks_of(x, groups, row is not None) if col else ceil_div(len(made.data), tile_m)
     columns = col.data.shape[1] if col else 0

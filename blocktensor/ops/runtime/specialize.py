@@ -75,10 +75,10 @@ def key_of(args: tuple[Any, ...]) -> Hashable:
 
 
 def key_in_steps(args: tuple[Any, ...]) -> Hashable:
-    """Return :func:`key_of` arguments with the number of rows in groups in whole steps.
+    """Return :func:`key_of`, with the number of rows in groups rounded up to whole steps.
 
-    It is the number of rows of the first argument and of other matrices, if there is a vector of
-    the ends of groups; or, if the first argument is no tensor, an integer.
+    Matrices have that number of rows if there is also a vector, the ends of the groups. After a
+    :class:`Quantized` as the first argument, an integer is the number.
     """
     if type(args[0]) is Quantized:
         return key_of(tuple([group_rows(x) if type(x) is int else x for x in args]))
@@ -101,8 +101,8 @@ class Specialized(Generic[Result]):
         decide: takes the arguments of a call, returns the function that runs calls of its kind. An
             exception reaches the caller, and nothing is remembered.
         dispatch: called instead if the first argument must go through the dispatcher.
-        key: returns all of the arguments that ``decide`` and its result may look at, with
-            ``BLOCKTENSOR_GEMM``.
+        key: returns the part of the arguments that ``decide`` and its result may depend on. They
+            may also depend on ``BLOCKTENSOR_GEMM``.
 
     Threads may share one: two that meet a new kind together both decide, and either result serves.
     """
