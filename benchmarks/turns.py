@@ -32,9 +32,7 @@ def on_gpu(call: Call, count: int) -> float:
     call()
     start, end = timed_block([call], count)
     end.synchronize()
-    milliseconds = start.elapsed_time(end) / count
-    torch.cuda.empty_cache()  # for the processes that wait, which hold weights and gradients alone
-    return milliseconds
+    return start.elapsed_time(end) / count
 
 
 def measured_in_turns(
@@ -119,11 +117,12 @@ def _serve(
         calls = prepare(name)
         for call in calls.values():  # compiles
             call()
-        if torch.cuda.is_initialized():
-            torch.cuda.empty_cache()
-        pipe.send([*calls])
+        answer: Any = [*calls]
         while True:
+            if torch.cuda.is_initialized():  # what waits holds weights and states alone
+                torch.cuda.empty_cache()
+            pipe.send(answer)
             mode, count = pipe.recv()
-            pipe.send(clock(calls[mode], count) if count else peak_of(calls[mode]))
+            answer = clock(calls[mode], count) if count else peak_of(calls[mode])
     except Exception:
         pipe.send((f"{name}:\n{traceback.format_exc()}",))
