@@ -194,10 +194,10 @@ def test_qwen3_on_two_ranks_trains_as_on_one(world: int, device: str) -> None:
             qwen3.Trainer(qwen3.build(name, shape, meshes[x]), meshes[x])
             for x in ("experts", "alone")
         )
-        for _ in range(2):
+        for error in (1e-5, 1e-2):  # AdamW's first update enlarges the differences of bf16 sums
             loss, norm = cut.step(*given[dist.get_rank()])
             dist.all_reduce(loss)
             wanted, norm_alone = whole.step(*both)
-            assert float(loss) / world == pytest.approx(float(wanted), rel=5e-3)
+            assert float(loss) / world == pytest.approx(float(wanted), rel=error)
             assert float(norm) == pytest.approx(float(norm_alone), rel=0.03)
         assert float(wanted) < 6
