@@ -47,6 +47,7 @@ class SharedCasts:
 
     def begin(self) -> None:
         """Share casts in this thread from now on."""
+        self.end()  # torch ends no run that a KeyboardInterrupt leaves
         this_thread.running = Run(self, this_thread.running)
 
     def end(self) -> None:
@@ -121,6 +122,5 @@ class Run:
             self.shared.saved += 1
         else:
             self.shared.casts += 1
-            made = x.detach()
-            latest.forms = cast(plan, made.to(plan.out_dtype) if plan.casts_x else made)
+            latest.forms = cast(plan, x.detach().to(plan.out_dtype))
         return latest.forms
