@@ -45,6 +45,16 @@ def host_us(call: Call, calls: int = CALLS) -> float:
     return median(times) * 1e6
 
 
+def in_one_thread(call: Call) -> Call:
+    """Return ``call``, whose backward runs in the caller's thread, not in one of autograd."""
+
+    def once() -> None:
+        with torch.autograd.set_multithreading_enabled(False):
+            call()
+
+    return once
+
+
 def of_other_rows(layer: nn.Module, rows: int, k: int, ends: Tensor | None = None) -> Call:
     """Return a call that takes a step with one row more than the call before it.
 
@@ -85,13 +95,16 @@ def _calls(m: int, n: int, k: int) -> Iterator[tuple[str, str, Call]]:
         if dtype == "fp8":
             bt.to_blockwise_fp8_weights(layer)
         yield "linear forward", dtype, functools.partial(layer, leaf)
-        yield "linear forward+backward", dtype, step(layer, leaf, grad)
+        same = step(layer, leaf, grad)
+        yield "linear forward+backward", dtype, same
+        yield "linear forward+backward, one thread", dtype, in_one_thread(same)
         yield "linear forward+backward, other rows", dtype, of_other_rows(layer, m, k)
     ends = torch.arange(1, EXPERTS + 1, device="cuda", dtype=torch.int32)
     for name in ("bf16", "fp8", "fp8, fused"):
         moe = experts.variant(name, experts.Shape(EXPERTS, m // EXPERTS, k, n // 2))
         same = experts.step(moe, leaf, x, ends * (m // EXPERTS))
         yield "experts forward+backward", name, same
+        yield "experts forward+backward, one thread", name, in_one_thread(same)
         yield "experts forward+backward, other rows", name, of_other_rows(moe, m, k, ends)
 
 
