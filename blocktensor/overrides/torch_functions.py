@@ -8,7 +8,9 @@ them off for as long as such a call runs.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -97,15 +99,12 @@ def _of_values(name: str) -> Callable[..., Any]:
     return run
 
 
-def _grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-    if not kwargs.get("materialize_grads"):  # which has to know the shapes
-        inputs = tree_map(_edge, inputs)
-    return _run(torch.autograd.grad, outputs, inputs, *args, **kwargs)
-
-
-def _backward(tensors: Any, *args: Any, inputs: Any = None, **kwargs: Any) -> Any:
-    inputs = tree_map(_edge, inputs)
-    return _run(torch.autograd.backward, tensors, *args, inputs=inputs, **kwargs)
+def _grad(outputs: Any, inputs: Any, *, materialize_grads: bool = False, **how: Any) -> Any:
+    made = _on_edges(torch.autograd.grad, outputs, inputs, **how)
+    if not materialize_grads:  # which has to know the shapes
+        return made
+    zeros = functools.partial(torch.zeros_like, requires_grad=how["create_graph"])
+    return tuple(zeros(x) if grad is None else grad for x, grad in zip(inputs, made, strict=True))
 
 
 def _edge(x: Any) -> Any:
@@ -116,21 +115,17 @@ def _edge(x: Any) -> Any:
         return get_gradient_edge(x)
 
 
-def _run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if any(isinstance(x, FP8Base) for x in tree_leaves((args, kwargs))):
-        with torch._C.DisableTorchFunctionSubclass():
-            return function(*args, **kwargs)
-    return function(*args, **kwargs)
+def _on_edges(run: Callable[..., Any], outputs: Any, inputs: Any = None, **how: Any) -> Any:
+    """Call ``run`` with edges in place of FP8 tensors, so that torch leaves overrides on."""
+    outputs, inputs = tree_map(_edge, (outputs, inputs))
+    # those that need no gradient, which torch refuses, and all while a compiler traces
+    left = any(isinstance(x, FP8Base) for x in tree_leaves((outputs, inputs)))
+    with torch._C.DisableTorchFunctionSubclass() if left else nullcontext():
+        return run(outputs, inputs=inputs, **how)
 
 
 OVERRIDES: dict[Any, Callable[..., Any]] = {
     **PRODUCTS,
-    # torch 2.13
-    **(
-        {F.linear_cross_entropy: _linear_cross_entropy}
-        if hasattr(F, "linear_cross_entropy")
-        else {}
-    ),
     Tensor.data.__get__: _get_data,  # type: ignore[attr-defined]
     Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
     Tensor.share_memory_: _share_memory,
@@ -140,6 +135,10 @@ OVERRIDES: dict[Any, Callable[..., Any]] = {
     },
     **BY_CALLER,
     torch.autograd.grad: _grad,
-    torch.autograd.backward: _backward,
+    torch.autograd.backward: functools.partial(_on_edges, torch.autograd.backward),
+    Tensor.backward: lambda x, gradient, **how: torch.autograd.backward(x, gradient, **how),
 }
 """Torch functions of all FP8 types."""
+
+if hasattr(F, "linear_cross_entropy"):  # from torch 2.13 on
+    OVERRIDES[F.linear_cross_entropy] = _linear_cross_entropy

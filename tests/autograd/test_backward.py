@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -82,9 +83,8 @@ def test_a_gradient_is_freed_before_the_products(
     y = linear(256, 384)(randn(5, 384, grad=True))
     y.register_hook(lambda g: held.append(storage_is_gone(g)))
     y.square().sum().backward()
-    assert gone == 2 * [
-        way_of_linears != "sequence" and hasattr(torch.autograd.Function, "boxed_grads_call")
-    ]
+    boxes = hasattr(torch.autograd.Function, "boxed_grads_call")
+    assert gone == 2 * [way_of_linears != "sequence" and boxes]
 
 
 def leaf(*shape: int, seed: int = 1) -> Tensor:
@@ -298,9 +298,7 @@ def test_an_input_half_is_watched_once_and_no_longer_than_it_runs() -> None:
     pipelining.watch_halves(), pipelining.watch_halves()
     assert not hasattr(stage.stage_backward_input.__wrapped__, "__wrapped__")
 
-    def original(*_: Any) -> None:
-        raise RuntimeError("in the middle")
-
+    original = mock.Mock(side_effect=RuntimeError("in the middle"))
     with pytest.raises(RuntimeError, match="in the middle"):
         pipelining._watched(original)([])
     assert not pipelining._input_halves
@@ -317,9 +315,8 @@ def loss_of(x: Tensor, w: Tensor) -> Tensor:
     return F.linear(x, w).relu().sum()
 
 
-def checkpointed(x: Tensor, w: Tensor) -> Tensor:
-    made: Tensor = checkpoint(loss_of, x, w, use_reentrant=False)
-    return made
+def checkpointed(x: Tensor, w: Tensor) -> Any:
+    return checkpoint(loss_of, x, w, use_reentrant=False)
 
 
 @pytest.mark.parametrize("kind", [list, tuple, dict])
@@ -368,3 +365,8 @@ def test_fp8_outputs_and_inputs_in_between() -> None:
     assert torch.equal(torch.autograd.grad(y, x, grad, retain_graph=True)[0], grad * 2)
     of_y, of_x = torch.autograd.grad(F.linear(y, w).sum(), (y, x))
     assert torch.equal(of_x, of_y * 2)
+    y, grad = quantize(checkpoint(F.linear, x, w, use_reentrant=False), FP32_SCALES), randn(8, N)
+    got = torch.autograd.grad(y, (x, w), grad, retain_graph=True, materialize_grads=True)
+    y.backward(grad)
+    for found in (got, (x.grad, w.grad)):
+        assert_all_equal([*found], [*torch.autograd.grad(F.linear(x, w), (x, w), grad)])

@@ -166,11 +166,9 @@ def test_an_exception_leaves_nothing(error: type[BaseException], casts: Casts) -
     if error is KeyboardInterrupt:  # then torch calls no hook: the next forward ends the run
         model(X)
     assert casts.alive() == 0
-    casts.clear()
-    model.q(held[0]), model.k(held[0]), model.v(held[0])
+    casts.clear(), model.q(held[0]), model.k(held[0]), model.v(held[0])
     assert len(casts) == 3  # outside of the forward nothing is shared
-    casts.clear()
-    model(X)
+    casts.clear(), model(X)
     assert len(casts) == 2
 
 
