@@ -3,7 +3,7 @@
 ``linear`` and ``grouped_linear`` ask the run that is the innermost of their thread. Each has its
 own edge to the input in the autograd graph, so gradients are summed where they would be without
 sharing. Nothing is shared outside of a run, while a compiler traces, under dispatch modes, or if
-the input or ``offs`` was changed in between.
+PyTorch counted a change of the input or of ``offs`` in between.
 """
 
 from __future__ import annotations

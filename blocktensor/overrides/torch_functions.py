@@ -69,7 +69,8 @@ def _set_data(tensor: Tensor, new: Tensor) -> None:
         )
     checks.high_precision(new, "the new .data of an FP8 weight")
     master = new.master if isinstance(new, BlockwiseFP8Weight) else new.detach()
-    if (tensor.dtype, tensor.device) == (dtype, new.device):
+    layout = dtype, new.device, new.stride(), new.storage_offset()
+    if (tensor.dtype, tensor.device, tensor.stride(), tensor.storage_offset()) == layout:
         tensor._replace_master(master)
     else:
         swap_in(tensor, BlockwiseFP8Weight(master, tensor.recipe))
