@@ -102,7 +102,7 @@ def _of_values(name: str) -> Callable[..., Any]:
 
 def _grad(outputs: Any, inputs: Any, *, materialize_grads: bool = False, **how: Any) -> Any:
     made = _on_edges(torch.autograd.grad, outputs, inputs, **how)
-    if not materialize_grads:  # which has to know the shapes
+    if not materialize_grads:  # torch makes no zeros for edges, which have no shape
         return made
     zeros = functools.partial(torch.zeros_like, requires_grad=how["create_graph"])
     return tuple(zeros(x) if grad is None else grad for x, grad in zip(inputs, made, strict=True))
