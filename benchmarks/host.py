@@ -46,7 +46,7 @@ def host_us(call: Call, calls: int = CALLS) -> float:
 
 
 def in_one_thread(call: Call) -> Call:
-    """Return ``call``, whose backward runs in the caller's thread, not in one of autograd."""
+    """Return ``call`` with its backward in the caller's thread instead of autograd's own."""
 
     def once() -> None:
         with torch.autograd.set_multithreading_enabled(False):

@@ -119,7 +119,7 @@ def _serve(
             call()
         answer: Any = [*calls]
         while True:
-            if torch.cuda.is_initialized():  # what waits holds weights and states alone
+            if torch.cuda.is_initialized():  # processes that wait hold no cache
                 torch.cuda.empty_cache()
             pipe.send(answer)
             mode, count = pipe.recv()

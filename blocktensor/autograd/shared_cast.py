@@ -47,7 +47,7 @@ class SharedCasts:
 
     def begin(self) -> None:
         """Share casts in this thread from now on."""
-        self.end()  # torch ends no run that a KeyboardInterrupt leaves
+        self.end()  # after a KeyboardInterrupt torch calls no hook that ends a run
         this_thread.running = Run(self, this_thread.running)
 
     def end(self) -> None:

@@ -119,7 +119,7 @@ def _edge(x: Any) -> Any:
 def _on_edges(run: Callable[..., Any], outputs: Any, inputs: Any = None, **how: Any) -> Any:
     """Call ``run`` with edges in place of FP8 tensors, so that torch leaves overrides on."""
     outputs, inputs = tree_map(_edge, (outputs, inputs))
-    # those that need no gradient, which torch refuses, and all while a compiler traces
+    # An FP8 tensor without a gradient is left, which torch refuses; all are while a compiler traces
     left = any(isinstance(x, FP8Base) for x in tree_leaves((outputs, inputs)))
     with torch._C.DisableTorchFunctionSubclass() if left else nullcontext():
         return run(outputs, inputs=inputs, **how)
