@@ -128,7 +128,8 @@ def _run(names: Sequence[str], quick: bool, folder: Path) -> int:
         if name not in possible:
             print(f"{name} needs {needed[name]} GPUs: not measured", file=sys.stderr)
     for name in possible:
-        rows, facts = _measure(name, quick, folder, console)
+        with torch.autograd.set_multithreading_enabled(False):  # as torchtitan does; docs/faq.md
+            rows, facts = _measure(name, quick, folder, console)
         console.print(_table(name, rows))
         for peer, reason in facts.get("absent", {}).items():
             console.print(f"absent: {peer} ({reason})", markup=False)

@@ -27,13 +27,19 @@ from .timing import Call
 SHAPES = ((256, 512, 512), (4096, 2048, 2048))
 """(M tokens, N out, K in)."""
 
-CALLS = 500
+ROUNDS = 10
+"""Calls take turns so often, as the speed of a host may halve within seconds."""
+CALLS = 50
+"""In a row."""
 EXPERTS = 8
+
+Timed = tuple[str, str, Call]
+"""An op, its backend or dtype, and a call of it."""
 
 
 def host_us(call: Call, calls: int = CALLS) -> float:
     """Median microseconds until ``call`` returns, the GPU idle at its start."""
-    for _ in range(30):
+    for _ in range(5):
         call()
     times = []
     for _ in range(calls):
@@ -45,11 +51,11 @@ def host_us(call: Call, calls: int = CALLS) -> float:
     return median(times) * 1e6
 
 
-def in_one_thread(call: Call) -> Call:
-    """Return ``call`` with its backward in the caller's thread instead of autograd's own."""
+def in_own_thread(call: Call) -> Call:
+    """Return ``call`` with its backward in autograd's own thread, as torch has it by default."""
 
     def once() -> None:
-        with torch.autograd.set_multithreading_enabled(False):
+        with torch.autograd.set_multithreading_enabled(True):
             call()
 
     return once
@@ -62,7 +68,7 @@ def of_other_rows(layer: nn.Module, rows: int, k: int, ends: Tensor | None = Non
     experts, the ends of groups of one row each.
     """
     counts = itertools.count(rows)
-    x = torch.randn(rows + 2 * CALLS, k, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(rows + 2 * ROUNDS * CALLS, k, device="cuda", dtype=torch.bfloat16)
     groups = {} if ends is None else {n: ends * (n // EXPERTS) for n in range(rows, len(x))}
 
     def call() -> None:
@@ -75,8 +81,8 @@ def of_other_rows(layer: nn.Module, rows: int, k: int, ends: Tensor | None = Non
     return call
 
 
-def _calls(m: int, n: int, k: int) -> Iterator[tuple[str, str, Call]]:
-    """Yield what is timed: an op, its backend or dtype, and a call of it."""
+def _calls(m: int, n: int, k: int) -> Iterator[Timed]:
+    """Yield what is timed."""
     x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
     w = torch.randn(n, k, device="cuda", dtype=torch.bfloat16)
     a, b = casts.quantize_rowwise(x, BLOCKS_1X128), casts.quantize_rowwise(w, BLOCKS_128X128)
@@ -96,29 +102,46 @@ def _calls(m: int, n: int, k: int) -> Iterator[tuple[str, str, Call]]:
             bt.to_blockwise_fp8_weights(layer)
         yield "linear forward", dtype, functools.partial(layer, leaf)
         same = step(layer, leaf, grad)
-        yield "linear forward+backward", dtype, same
-        yield "linear forward+backward, one thread", dtype, in_one_thread(same)
-        yield "linear forward+backward, other rows", dtype, of_other_rows(layer, m, k)
+        yield from _steps("linear", dtype, same, of_other_rows(layer, m, k))
     ends = torch.arange(1, EXPERTS + 1, device="cuda", dtype=torch.int32)
     for name in ("bf16", "fp8", "fp8, fused"):
         moe = experts.variant(name, experts.Shape(EXPERTS, m // EXPERTS, k, n // 2))
         same = experts.step(moe, leaf, x, ends * (m // EXPERTS))
-        yield "experts forward+backward", name, same
-        yield "experts forward+backward, one thread", name, in_one_thread(same)
-        yield "experts forward+backward, other rows", name, of_other_rows(moe, m, k, ends)
+        yield from _steps("experts", name, same, of_other_rows(moe, m, k, ends))
 
 
-def measure(shapes: tuple[tuple[int, int, int], ...] = SHAPES) -> Iterator[dict[str, Any]]:
-    """One row an op, backend and shape: host microseconds a call, median of 500."""
+def _steps(what: str, name: str, same: Call, other: Call) -> Iterator[Timed]:
+    yield f"{what} forward+backward", name, same
+    yield f"{what} forward+backward, autograd's thread", name, in_own_thread(same)
+    yield f"{what} forward+backward, other rows", name, other
+
+
+def measure(
+    shapes: tuple[tuple[int, int, int], ...] = SHAPES, rounds: int = ROUNDS
+) -> Iterator[dict[str, Any]]:
+    """One row an op, backend and shape: host microseconds a call, and over those of bf16.
+
+    Those of a cast or a GEMM are over a forward of the bf16 linear. The backward runs in the
+    caller's thread unless the op's name says otherwise.
+    """
     before = os.environ.pop(GEMM_VARIABLE, None)
     try:
         for m, n, k in shapes:
-            for op, what, call in _calls(m, n, k):
-                if op == "gemm":
-                    os.environ[GEMM_VARIABLE] = what
-                us = host_us(call)
-                os.environ.pop(GEMM_VARIABLE, None)
-                yield {"op": op, "in": what, "m": m, "n": n, "k": k, "host_us": round(us, 1)}
+            calls = {(op, what): call for op, what, call in _calls(m, n, k)}
+            times: dict[tuple[str, str], list[float]] = {key: [] for key in calls}
+            with torch.autograd.set_multithreading_enabled(False):
+                for call in calls.values():
+                    host_us(call, 20)  # kernels are compiled and launches recorded
+                for (op, what), call in [*calls.items()] * rounds:
+                    if op == "gemm":
+                        os.environ[GEMM_VARIABLE] = what
+                    times[op, what].append(host_us(call))
+                    os.environ.pop(GEMM_VARIABLE, None)
+            us = {key: median(found) for key, found in times.items()}
+            for (op, what), found in us.items():
+                row = {"op": op, "in": what, "m": m, "n": n, "k": k, "host_us": round(found, 1)}
+                bf16 = us.get((op, "bf16"), us["linear forward", "bf16"])
+                yield row if what == "bf16" else {**row, "over_bf16": round(found / bf16, 2)}
     finally:
         if before is not None:
             os.environ[GEMM_VARIABLE] = before

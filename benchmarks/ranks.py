@@ -110,6 +110,7 @@ def parser(
 
 def run_worker(out: Path, rows: Callable[[DeviceMesh], list[Row]]) -> None:
     """A rank of torchrun's group: measure, and let rank 0 write the rows down."""
+    torch.autograd.set_multithreading_enabled(False)  # as torchtitan does; docs/faq.md
     rank = int(os.environ["LOCAL_RANK"])
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", device_id=torch.device("cuda", rank))

@@ -113,6 +113,7 @@ def _serve(
     pipe: Any, prepare: Prepare, name: str, clock: Clock, peak_of: Callable[[Call], int]
 ) -> None:
     """Prepare, answer with the modes, and then each request with a time, or a peak for 0 calls."""
+    torch.autograd.set_multithreading_enabled(False)  # as torchtitan does; docs/faq.md
     try:
         calls = prepare(name)
         for call in calls.values():  # compiles

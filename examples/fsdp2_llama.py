@@ -209,7 +209,8 @@ def gradients(model: Llama, data: Data, options: argparse.Namespace, step: int) 
             sharded.set_is_last_backward(last)
             sharded.set_reshard_after_backward(last or options.reshard_after_forward)
         loss = model(*data.batch(step * count + index)) / count
-        loss.backward()
+        with torch.autograd.set_multithreading_enabled(False):  # less host time: docs/faq.md
+            loss.backward()
         total += loss.detach()
     return total
 

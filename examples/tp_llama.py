@@ -200,7 +200,8 @@ def train(options: argparse.Namespace, shape: Shape, mesh: DeviceMesh) -> dict[s
         inputs, targets = batch(options, shape, rank, step)
         begin = time.perf_counter()
         loss = model(inputs, targets)
-        loss.backward()
+        with torch.autograd.set_multithreading_enabled(False):  # less host time: docs/faq.md
+            loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         mean = loss.detach()

@@ -188,20 +188,21 @@ class FP8Linear(FP8Function):
         p = (DENSE if offs is None else Grouped(offs, x.shape[0])) if product is None else product
         # collectives run while the weight is cast
         begun = None if product is None else p.input(x, plan)
-        if plan.records_forward and not cast and begun is None:
+        given = _given(x, cast, plan) if cast else begun
+        if plan.records_forward and begun is None:
+            x_row, x_saved = given or (None, None)
             if plan.casts_weight:
                 weight: Any = w
-                run = plan.fprop or plan.record_fprop(_cast_and_fprop)
-                y, x_col, w_col = run(x, weight.cache.master, bias, offs, plan)
+                run = plan.record_fprop(_cast_and_fprop, x_row)
+                y, x_col, w_col = run(x, x_row, weight.cache.master, bias, offs, plan)
                 w_saved, ctx.weight = hold_cast(weight, plan, w_col)
             else:
                 w_row, w_saved, ctx.weight = p.weight(w, plan)
-                run = plan.fprop or plan.record_fprop(_fprop)
-                y, x_col = run(x, w_row, bias, offs, plan)
-            x_saved = saved_of(x, x_col, plan) if x_col is None else x_col[:2]
+                y, x_col = plan.record_fprop(_fprop, x_row)(x, x_row, w_row, bias, offs, plan)
+            x_saved = x_saved or saved_of(x, x_col, plan)
         else:
             w_row, w_saved, ctx.weight = p.weight(w, plan)
-            x_row, x_saved = begun or (_given(x, cast, plan) if cast else p.input(x, plan))
+            x_row, x_saved = given or p.input(x, plan)
             y = p.fprop(x_row, w_row, bias, plan)
         ctx.save_for_backward(offs, *x_saved, *w_saved)
         ctx.set_materialize_grads(False)
@@ -220,20 +221,31 @@ def _given(x: Tensor, cast: tuple[Tensor, ...], plan: Plan) -> tuple[Quantized, 
 
 
 def _fprop(
-    x: Tensor, w: Quantized, bias: Tensor | None, offs: Tensor | None, plan: Plan
+    x: Tensor,
+    x_row: Quantized | None,
+    w: Quantized,
+    bias: Tensor | None,
+    offs: Tensor | None,
+    plan: Plan,
 ) -> tuple[Tensor, Quantized | None]:
-    """Return ``y = x wᵀ (+ bias)`` and the columnwise form of x, if wgrad reads it."""
-    product = product_of(offs, x)
-    x_row, x_col = product.forms(x, plan.format, plan.x_columnwise)
+    """Return ``y = x wᵀ (+ bias)`` and the columnwise form of x, if it is cast here and read."""
+    product, x_col = product_of(offs, x), None
+    if x_row is None:
+        x_row, x_col = product.forms(x, plan.format, plan.x_columnwise)
     return product.fprop(x_row, w, bias, plan), x_col
 
 
 def _cast_and_fprop(
-    x: Tensor, master: Tensor, bias: Tensor | None, offs: Tensor | None, plan: Plan
+    x: Tensor,
+    x_row: Quantized | None,
+    master: Tensor,
+    bias: Tensor | None,
+    offs: Tensor | None,
+    plan: Plan,
 ) -> tuple[Tensor, Quantized | None, Quantized]:
     """Return :func:`_fprop` of the cast of a master, and the columnwise form of the weight."""
     w_row, w_col = quantize_with_transpose(master, plan.weight_format)
-    return *_fprop(x, w_row, bias, offs, plan), w_col
+    return *_fprop(x, x_row, w_row, bias, offs, plan), w_col
 
 
 def _dgrad_and_wgrad(

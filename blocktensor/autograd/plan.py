@@ -63,14 +63,13 @@ class Plan:
         casts_weight: True if the recorded forward casts the weight, too.
         w_is_transposed: True if a stack ``[E, N, K]`` lies in memory as ``[E, K, N]``; its gradient
             is then computed so, and needs no copy.
-        fprop: the recorded forward, once there is one.
         records_forward: True if forward may run as one recorded sequence of launches.
         records_backward: True if backward may; it then holds its intermediates until it ends.
         serves_all: True if it serves all matmuls of its kind in eager mode, without modes.
     """
 
-    __slots__ = ("_backwards", "are_tensors", "batch_invariant", "bias_dtype", "casts_weight",
-                 "casts_x", "format", "fprop", "grad_formats", "needs", "out_dtype",
+    __slots__ = ("_backwards", "_forwards", "are_tensors", "batch_invariant", "bias_dtype",
+                 "casts_weight", "casts_x", "format", "grad_formats", "needs", "out_dtype",
                  "records_backward", "records_forward", "saves_x", "serves_all", "tracing",
                  "w_dtype", "w_is_transposed", "weight_format", "wgrad_input",
                  "x_columnwise", "x_dtype", "x_shape")  # fmt: skip
@@ -135,13 +134,14 @@ class Plan:
             and w.numel() <= ONE_READ_BYTES
         )
         self.records_backward = records and _is_small(self.x_shape, w) and not self.saves_x
-        self.fprop: Callable[..., Any] | None = None
+        self._forwards: list[Callable[..., Any] | None] = [None, None]
         self._backwards: Specialized[Callable[..., Any]] | None = None
 
-    def record_fprop(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Record ``function`` for all forwards of this kind."""
-        self.fprop = recorded(function)
-        return self.fprop
+    def record_fprop(self, function: Callable[..., Any], x_row: Any) -> Callable[..., Any]:
+        """Return ``function``, recorded for all forwards that cast x, or all that get its form."""
+        is_cast = x_row is not None
+        run = self._forwards[is_cast] = self._forwards[is_cast] or recorded(function)
+        return run
 
     def record_backward(
         self, function: Callable[..., Any], grad: Tensor, x: Quantized, offs: Tensor | None

@@ -99,7 +99,8 @@ def train_step(
     """One optimizer step; returns the loss, still on the device."""
     with autocast(options):
         loss = next_byte_loss(model, inputs, targets)
-    loss.backward()
+    with torch.autograd.set_multithreading_enabled(False):  # less host time, see docs/faq.md
+        loss.backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)

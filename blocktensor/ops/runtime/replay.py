@@ -7,9 +7,6 @@ call the compiled kernels directly. Results are the same, bit for bit. Calls of 
 in a number of rows that kernels get as :class:`~.launch.Rows`: that of the first argument or, if it
 is no tensor, the first integer.
 
-The second call of a kind is recorded, as many kinds are met once: batches have other lengths, and a
-recording takes as long as several ordinary calls.
-
 Every call reads addresses and the caller's stream. Calls share no mutable state except tensor maps,
 which depend only on an address: threads, streams and CUDA graph capture need no special handling.
 """
@@ -34,26 +31,23 @@ MAX_MAPS = 2**16
 
 
 class Replay(Recording):
-    """Calls of ``function`` with arguments of one kind: the second is recorded, the rest repeated.
+    """Calls of ``function`` with arguments of one kind: the first is recorded, the rest repeated.
 
     ``function`` takes tensors, tuples of tensors (``Quantized``) and other arguments; allocates
     with ``torch.empty`` and similar functions; launches; returns tensors that it allocated, tuples
     of them, or None. With any other op (a copy, a fill) or an unknown Triton, it is called itself.
     """
 
-    __slots__ = ("_function", "_is_first")
+    __slots__ = ("_function",)
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
-        self._function, self._is_first = function, True
+        self._function = function
         if launcher.launcher() is None:
             self.player = function
 
     def __call__(self, *args: Any) -> Any:
         """Run the function."""
-        if self._is_first:
-            self._is_first = False
-            return self._function(*args)
         return (self.player or self._record)(*args)
 
     def _record(self, *args: Any) -> Any:

@@ -8,7 +8,6 @@ known, see :data:`LAUNCHERS`.
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 import types
@@ -198,8 +197,7 @@ def raw_kernel(launch: Launch, compiled: Any) -> RawKernel:
         if of == "constexpr":
             arguments += [None] if kind.keeps_constants else []
         elif of.startswith("tensordesc<") and tensor is not None:
-            make = functools.partial(_tensor_map, _without_base(value), next(described, None))
-            maps.append((place, tensor, make))
+            maps.append((place, tensor, _maps_like(value, next(described, None))))
             arguments += [None, *value.shape, *value.strides]
         elif of.startswith("*") and tensor is value:
             pointers.append((place, tensor))
@@ -236,26 +234,29 @@ class _Base:
         self.data_ptr = lambda: address
 
 
-def _without_base(descriptor: Any) -> Any:
-    """Return a copy that does not keep the tensor alive."""
-    bare = copy.copy(descriptor)
-    bare.base = None
-    return bare
-
-
 @functools.cache
 def _count_parameters(function: Callable[..., Any]) -> int:
     # those of make_tensordesc_arg are 2, and 3 in Triton 3.8 and 3.9
     return len(inspect.signature(function).parameters)
 
 
-def _tensor_map(descriptor: Any, metadata: Any, address: int) -> Any:
+def _maps_like(descriptor: Any, metadata: Any) -> Callable[[int], Any]:
+    """Return the function that makes the map of ``descriptor`` for the tensor at an address.
+
+    It is called for each layer of a model whenever sizes are new, and keeps no tensor alive.
+    """
     if metadata is None:
         raise Unsupported("a tensor descriptor without metadata")
-    at = copy.copy(descriptor)
-    at.base = _Base(address)
-    make = _driver().make_tensordesc_arg
-    tensor_map, *rest = make(at, metadata, *[None] * (_count_parameters(make) - 2))
-    if rest != [*descriptor.shape, *descriptor.strides]:
-        raise Unsupported(f"a tensor descriptor expands to {rest}")
+    kind, fields = type(descriptor), {**vars(descriptor), "base": None}
+    make, sizes = _driver().make_tensordesc_arg, [*descriptor.shape, *descriptor.strides]
+    unused = [None] * (_count_parameters(make) - 2)
+
+    def tensor_map(address: int) -> Any:
+        at = object.__new__(kind)
+        vars(at).update(fields, base=_Base(address))
+        made, *rest = make(at, metadata, *unused)
+        if rest != sizes:
+            raise Unsupported(f"a tensor descriptor expands to {rest}")
+        return made
+
     return tensor_map
