@@ -28,8 +28,8 @@ from . import plan as plans
 from .plan import FP8_TYPES, Plan, difference_of, plan_matmul
 from .products import Dense
 
-GATE, UP, H = range(3)
-"""Numbers of the matrices. GATE stands for both where one linear makes gate and up."""
+GATE, UP, DOWN = range(3)
+"""Numbers of the linears. GATE stands for both where one linear makes gate and up."""
 
 Formats = tuple[BlockFormat | None, BlockFormat | None]
 """Formats of the rowwise and the columnwise form; None for a form that no matmul reads."""
@@ -48,6 +48,7 @@ class GatedPlan(NamedTuple):
         needs_dh: whether the gradient of h will be asked for.
         x_columnwise: the format of x columnwise; None where no product reads it.
         dh_formats: of the gradients of gate and up.
+        records_forward, records_backward: True if it may run as one recorded sequence of launches.
     """
 
     gate: Plan
@@ -60,6 +61,13 @@ class GatedPlan(NamedTuple):
     needs_dh: bool
     x_columnwise: BlockFormat | None
     dh_formats: Formats
+    records_forward: bool
+    records_backward: bool
+
+    @property
+    def linears(self) -> tuple[Any, ...]:
+        """The plans of gate, up and down."""
+        return self[:3]
 
     @property
     def tracing(self) -> bool:
@@ -99,6 +107,7 @@ def plan_gated(
     firsts = [gate] if up is None else [gate, up]
     needs_dw = any(plan.needs[1] for plan in firsts)
     dh_formats = (gate.format if gate.needs[0] else None, gate.format if needs_dw else None)
+    records = all(plan.records_backward for plan in (*firsts, down))
     # another read of gate and up takes less time for SiLU than for GELU
     makes_h = recompute or (offs is None and up is not None and activation == "silu")
     return GatedPlan(
@@ -113,6 +122,8 @@ def plan_gated(
         needs_dh=needs_dh,
         x_columnwise=next((x.x_columnwise for x in firsts if x.x_columnwise), None),
         dh_formats=dh_formats,
+        records_forward=records and all(plan.casts_weight for plan in (*firsts, down)),
+        records_backward=records,
     )
 
 
@@ -208,7 +219,8 @@ def forms_in_backward(
 ) -> Iterator[tuple[int, Forms]]:
     """Yield the numbers and forms of what weight and input gradients read, in order.
 
-    H, if needed, is the first. Sums of the gradients of gate and up, if needed, go to ``dbiases``.
+    h, which the weight gradient of DOWN reads, is the first if needed. Sums of the gradients of
+    gate and up, if needed, go to ``dbiases``.
 
     ``formats``: of the gradients of gate and up.
     """
@@ -225,7 +237,7 @@ def forms_in_backward(
             made.append(gated(*both, plan.activation, None, format, product.offs))
             del both
         del data, scale
-        yield H, made.pop()
+        yield DOWN, made.pop()
     if sources.has_gradient:
         yield from _gradients_of_h(product, plan, sources, formats, needs_dbias, dbiases)
 

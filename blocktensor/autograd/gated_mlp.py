@@ -17,21 +17,26 @@ forms of x and of h (the latter may be made again), gate, up, and the weights as
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
+from ..ops.cast.ops import quantize_with_transpose
 from ..ops.formats import Quantized
 from ..ops.producers.ops import ActivationName, gated
 from ..ops.producers.reference import ACTIVATIONS
+from ..ops.runtime.specialize import Specialized, key_in_steps, key_of, must_dispatch, recorded
 from ..recipe import Recipe
 from ..tensor.weight import BlockwiseFP8Weight
 from .backward import FP8Function, Gradients, run_backward
 from .gated_forms import (
+    DOWN,
+    GATE,
+    UP,
     GatedPlan,
-    H,
     Sources,
     features_of_h,
     forms_in_backward,
@@ -40,8 +45,9 @@ from .gated_forms import (
 )
 from .linear import grouped_linear, has_no_experts, linear, with_leading
 from .pipelining import is_input_half, watch_halves
+from .plan import Plan
 from .products import product_of
-from .saved_weight import SavedWeight
+from .saved_weight import SavedWeight, hold_cast
 
 
 def gated_mlp(
@@ -130,42 +136,40 @@ class _GatedMLP(FP8Function):
     ) -> Tensor:
         if not plan.down.tracing:
             watch_halves()
-        ctx.plan, product = plan, product_of(offs, x)
+        ctx.plan = plan
         ctx.given = [each is not None for each in (x, x_again, w_gate, w_up, w_down, bias_gate,
                                                    bias_up, bias_down)]  # fmt: skip
         if plan.gate.casts_x:
             x = x.to(plan.gate.out_dtype)
-        x_row, x_col = product.forms(x, plan.gate.format, plan.x_columnwise)
-        w_row, gate_saved, of_gate = product.weight(w_gate, plan.gate)
-        gate = product.fprop(x_row, w_row, bias_gate, plan.gate)
-        up: Tensor | None = None
-        up_saved: Sequence[Tensor] = ()
-        of_up: SavedWeight | None = None
-        if plan.up is not None:
-            assert w_up is not None
-            w_row, up_saved, of_up = product.weight(w_up, plan.up)
-            up = product.fprop(x_row, w_row, bias_up, plan.up)
-        del w_row
-        del x_row
-        h_columnwise = plan.down.x_columnwise if plan.saves_h else None
-        h_row, h_col = gated(
-            *halves(gate, up), plan.activation, plan.down.format, h_columnwise, offs
-        )
-        assert h_row is not None
-        gate_and_up = (gate, up) if plan.needs_dh else (None, None)
-        del gate, up
-        w_row, down_saved, of_down = product.weight(w_down, plan.down)
-        y = product.fprop(h_row, w_row, bias_down, plan.down)
-        ctx.reads = of_gate, of_up, of_down
-        ctx.counts = len(gate_saved), len(up_saved)
+        weights: tuple[Any, ...] = w_gate, w_up, w_down
+        biases = bias_gate, bias_up, bias_down
+        reads: list[SavedWeight | None] = [None, None, None]
+        saved: list[Sequence[Tensor]] = [(), (), ()]
+        if plan.records_forward:
+            masters = [None if w is None else w.cache.master for w in weights]
+            run = _FORWARDS.find_by(plan)
+            y, x_col, h_col, gate, up, w_cols = run(x, *masters, *biases, offs, plan)
+            for i, w in enumerate(weights):
+                if w is not None:
+                    saved[i], reads[i] = hold_cast(w, plan.linears[i], w_cols[i])
+        else:
+            product = product_of(offs, x)
+
+            def read(i: int) -> Quantized:
+                row, saved[i], reads[i] = product.weight(weights[i], plan.linears[i])
+                return row
+
+            y, x_col, h_col, gate, up = _fprop(x, read, biases, offs, plan)
+        ctx.reads, ctx.counts = tuple(reads), (len(saved[0]), len(saved[1]))
         ctx.save_for_backward(
             offs,
             *(x_col[:2] if x_col is not None else (None, None)),
             *(h_col[:2] if h_col is not None else (None, None)),
-            *gate_and_up,
-            *gate_saved,
-            *up_saved,
-            *down_saved,
+            gate,
+            up,
+            *saved[0],
+            *saved[1],
+            *saved[2],
         )
         ctx.set_materialize_grads(False)
         return with_leading(y, x.shape)
@@ -175,8 +179,109 @@ class _GatedMLP(FP8Function):
         return run_backward(ctx, grads, _gradients, ctx.given)
 
 
+def _fprop(
+    x: Tensor,
+    read: Callable[[int], Quantized],
+    biases: Sequence[Tensor | None],
+    offs: Tensor | None,
+    plan: GatedPlan,
+) -> tuple[Tensor, Quantized | None, Quantized | None, Tensor | None, Tensor | None]:
+    """Return y, and what backward reads of the columnwise forms of x and h, and of gate and up.
+
+    ``read(i)`` returns the rowwise form of a weight.
+    """
+    product = product_of(offs, x)
+    x_row, x_col = product.forms(x, plan.gate.format, plan.x_columnwise)
+    gate: Any = product.fprop(x_row, read(GATE), biases[GATE], plan.gate)
+    up: Any = None
+    if plan.up is not None:
+        up = product.fprop(x_row, read(UP), biases[UP], plan.up)
+    del x_row
+    h_columnwise = plan.down.x_columnwise if plan.saves_h else None
+    h_row, h_col = gated(*halves(gate, up), plan.activation, plan.down.format, h_columnwise, offs)
+    assert h_row is not None
+    if not plan.needs_dh:
+        gate = up = None
+    return product.fprop(h_row, read(DOWN), biases[DOWN], plan.down), x_col, h_col, gate, up
+
+
+def _cast_and_fprop(x: Tensor, *others: Any) -> tuple[Any, ...]:
+    """Return :func:`_fprop` of the casts of masters, and the columnwise forms of the weights.
+
+    ``others``: the masters of gate, up and down, their biases, offs and the plan.
+    """
+    plan: GatedPlan = others[-1]
+    w_cols: list[Quantized | None] = [None, None, None]
+
+    def read(i: int) -> Quantized:
+        row, w_cols[i] = quantize_with_transpose(others[i], plan.linears[i].weight_format)
+        return row
+
+    return *_fprop(x, read, others[3:6], *others[6:]), tuple(w_cols)
+
+
+_FORWARDS = Specialized(lambda *_: recorded(_cast_and_fprop))
+
+
+class _Form(NamedTuple):
+    """The columnwise form of a weight, read as a :class:`SavedWeight`."""
+
+    plan: Plan
+    form: Quantized
+
+    def columnwise(self, saved: Sequence[Tensor], needed: bool) -> Quantized:
+        """Return the form."""
+        return self.form
+
+
+def _all_gradients(grad: Tensor, *others: Any) -> Gradients:
+    """Return :func:`_op_by_op` with the gradients of x and of all weights.
+
+    ``others``: columnwise x and h, gate, up, the columnwise weights of gate, up and down, offs and
+    the plan.
+    """
+    x, h, gate, up, *w_cols, offs, plan = others
+    pairs = zip(plan.linears, w_cols, strict=True)
+    reads = [None if form is None else _Form(of, form) for of, form in pairs]
+    saved = [offs, *x[:2], *((None, None) if h is None else h[:2]), gate, up]
+    asked = [True, plan.up is not None, True, plan.up is not None, True, False, False, False]
+    ctx = SimpleNamespace(plan=plan, reads=reads, counts=(0, 0))
+    return _op_by_op(ctx, saved, [grad], asked)
+
+
+_BACKWARDS = Specialized(lambda *_: recorded(_all_gradients))
+
+
 def _gradients(ctx: Any, saved: list[Any], grads: list[Any], asked: list[bool]) -> Gradients:
     """Return the gradients of the arguments of :meth:`_GatedMLP.forward`."""
+    if not _may_repeat(ctx, saved[7:], grads[0], asked):
+        return _op_by_op(ctx, saved, grads, asked)
+    plan: GatedPlan = ctx.plan
+    formats: Any = (plan.x_columnwise, plan.down.x_columnwise)
+    offs, *forms, gate, up = saved[:7]
+    x, h = (
+        None if data is None else Quantized(data, scale, format)
+        for data, scale, format in zip(forms[::2], forms[1::2], formats, strict=True)
+    )
+    pairs = zip(ctx.reads, _split(saved[7:], ctx.counts), strict=True)
+    w_cols = [read and read.columnwise(w, True) for read, w in pairs]
+    key = plan, key_in_steps((grads[0], gate, up, offs)), key_of((x, h))
+    return _BACKWARDS.find_by(key)(grads[0], x, h, gate, up, *w_cols, offs, plan)
+
+
+def _may_repeat(ctx: Any, weights: list[Any], grad: Tensor | None, asked: list[bool]) -> bool:
+    """Return whether this backward is one of the recorded kind."""
+    return (
+        ctx.plan.records_backward
+        and grad is not None
+        and asked == [each and i < 5 for i, each in enumerate(ctx.given)]  # but for biases
+        and all(isinstance(w, BlockwiseFP8Weight) for w in weights)
+        and not (is_input_half() or "held" in ctx.__dict__ or must_dispatch(grad))
+    )
+
+
+def _op_by_op(ctx: Any, saved: list[Any], grads: list[Any], asked: list[bool]) -> Gradients:
+    """Return the gradients that are asked for; free each tensor once it is read."""
     plan: GatedPlan = ctx.plan
     grad: Tensor | None = grads.pop()
     of_down: SavedWeight = ctx.reads[2]
@@ -231,7 +336,7 @@ def _gradients(ctx: Any, saved: list[Any], grads: list[Any], asked: list[bool]) 
     del x_data, x_scale
     made = forms_in_backward(product, plan, sources, needs_dw[2], formats, needs_dbias, dbiases)
     for i, (d_row, d_col) in made:
-        if i == H:
+        if i == DOWN:
             assert g_col is not None
             assert d_col is not None
             dws[2] = product.wgrad(g_col, d_col, plan.down)
