@@ -28,7 +28,7 @@ from ..ops.cast.ops import quantize_with_transpose
 from ..ops.formats import Quantized
 from ..ops.producers.ops import ActivationName, gated
 from ..ops.producers.reference import ACTIVATIONS
-from ..ops.runtime.specialize import Specialized, key_in_steps, key_of, must_dispatch, recorded
+from ..ops.runtime.specialize import key_in_steps, key_of, must_dispatch
 from ..recipe import Recipe
 from ..tensor.weight import BlockwiseFP8Weight
 from .backward import FP8Function, Gradients, run_backward
@@ -45,7 +45,7 @@ from .gated_forms import (
 )
 from .linear import grouped_linear, has_no_experts, linear, with_leading
 from .pipelining import is_input_half, watch_halves
-from .plan import Plan
+from .plan import Plan, sequence
 from .products import product_of
 from .saved_weight import SavedWeight, hold_cast
 
@@ -147,7 +147,7 @@ class _GatedMLP(FP8Function):
         saved: list[Sequence[Tensor]] = [(), (), ()]
         if plan.records_forward:
             masters = [None if w is None else w.cache.master for w in weights]
-            run = _FORWARDS.find_by(plan)
+            run = sequence(_cast_and_fprop, plan)
             y, x_col, h_col, gate, up, w_cols = run(x, *masters, *biases, offs, plan)
             for i, w in enumerate(weights):
                 if w is not None:
@@ -220,9 +220,6 @@ def _cast_and_fprop(x: Tensor, *others: Any) -> tuple[Any, ...]:
     return *_fprop(x, read, others[3:6], *others[6:]), tuple(w_cols)
 
 
-_FORWARDS = Specialized(lambda *_: recorded(_cast_and_fprop))
-
-
 class _Form(NamedTuple):
     """The columnwise form of a weight, read as a :class:`SavedWeight`."""
 
@@ -249,9 +246,6 @@ def _all_gradients(grad: Tensor, *others: Any) -> Gradients:
     return _op_by_op(ctx, saved, [grad], asked)
 
 
-_BACKWARDS = Specialized(lambda *_: recorded(_all_gradients))
-
-
 def _gradients(ctx: Any, saved: list[Any], grads: list[Any], asked: list[bool]) -> Gradients:
     """Return the gradients of the arguments of :meth:`_GatedMLP.forward`."""
     if not _may_repeat(ctx, saved[7:], grads[0], asked):
@@ -265,8 +259,9 @@ def _gradients(ctx: Any, saved: list[Any], grads: list[Any], asked: list[bool]) 
     )
     pairs = zip(ctx.reads, _split(saved[7:], ctx.counts), strict=True)
     w_cols = [read and read.columnwise(w, True) for read, w in pairs]
-    key = plan, key_in_steps((grads[0], gate, up, offs)), key_of((x, h))
-    return _BACKWARDS.find_by(key)(grads[0], x, h, gate, up, *w_cols, offs, plan)
+    run = sequence(_all_gradients, plan, key_in_steps((grads[0], gate, up, offs)), key_of((x, h)))
+    made: Gradients = run(grads[0], x, h, gate, up, *w_cols, offs, plan)
+    return made
 
 
 def _may_repeat(ctx: Any, weights: list[Any], grad: Tensor | None, asked: list[bool]) -> bool:

@@ -21,7 +21,7 @@ from ..tensor.base import MasterBase
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
 from .backward import FP8Function, Gradients, run_backward
-from .plan import Plan, autocast_dtype, plan_matmul
+from .plan import Plan, autocast_dtype, kind_of_backward, plan_matmul, sequence
 from .products import DENSE, Dense, Grouped, Saved, product_of, saved_of
 from .saved_weight import SavedWeight, hold_cast
 from .shared_cast import this_thread
@@ -193,12 +193,13 @@ class FP8Linear(FP8Function):
             x_row, x_saved = given or (None, None)
             if plan.casts_weight:
                 weight: Any = w
-                run = plan.record_fprop(_cast_and_fprop, x_row)
+                run = sequence(_cast_and_fprop, plan, x_row is None)
                 y, x_col, w_col = run(x, x_row, weight.cache.master, bias, offs, plan)
                 w_saved, ctx.weight = hold_cast(weight, plan, w_col)
             else:
                 w_row, w_saved, ctx.weight = p.weight(w, plan)
-                y, x_col = plan.record_fprop(_fprop, x_row)(x, x_row, w_row, bias, offs, plan)
+                run = sequence(_fprop, plan, x_row is None)
+                y, x_col = run(x, x_row, w_row, bias, offs, plan)
             x_saved = x_saved or saved_of(x, x_col, plan)
         else:
             w_row, w_saved, ctx.weight = p.weight(w, plan)
@@ -285,7 +286,7 @@ def _gradients(ctx: Any, saved: Sequence[Tensor], grads: list[Any], asked: list[
     ):
         w_col = read.columnwise(weight, True)
         flat = grad if grad.ndim == 2 else grad.reshape(-1, grad.shape[-1])
-        run = plan.record_backward(_dgrad_and_wgrad, flat, x, offs)
+        run = sequence(_dgrad_and_wgrad, plan, kind_of_backward(flat, x, offs))
         dx, dw = run(flat, x, w_col, offs, plan)
         return dx if grad.ndim == 2 else dx.view(plan.x_shape), dw, dbias, *rest
     g_row, g = product.grad_forms(grad, plan, needs_dx, needs_dw)

@@ -68,8 +68,8 @@ class Plan:
         serves_all: True if it serves all matmuls of its kind in eager mode, without modes.
     """
 
-    __slots__ = ("_backwards", "_forwards", "are_tensors", "batch_invariant", "bias_dtype",
-                 "casts_weight", "casts_x", "format", "grad_formats", "needs", "out_dtype",
+    __slots__ = ("are_tensors", "batch_invariant", "bias_dtype", "casts_weight", "casts_x",
+                  "format", "grad_formats", "needs", "out_dtype",
                  "records_backward", "records_forward", "saves_x", "serves_all", "tracing",
                  "w_dtype", "w_is_transposed", "weight_format", "wgrad_input",
                  "x_columnwise", "x_dtype", "x_shape")  # fmt: skip
@@ -134,28 +134,24 @@ class Plan:
             and w.numel() <= ONE_READ_BYTES
         )
         self.records_backward = records and _is_small(self.x_shape, w) and not self.saves_x
-        self._forwards: list[Callable[..., Any] | None] = [None, None]
-        self._backwards: Specialized[Callable[..., Any]] | None = None
 
-    def record_fprop(self, function: Callable[..., Any], x_row: Any) -> Callable[..., Any]:
-        """Return ``function``, recorded for all forwards that cast x, or all that get its form."""
-        is_cast = x_row is not None
-        run = self._forwards[is_cast] = self._forwards[is_cast] or recorded(function)
-        return run
 
-    def record_backward(
-        self, function: Callable[..., Any], grad: Tensor, x: Quantized, offs: Tensor | None
-    ) -> Callable[..., Any]:
-        """Return ``function``, recorded for gradients and saved inputs like these."""
-        if self._backwards is None:
-            self._backwards = Specialized(lambda *_: recorded(function))
-        x_data, x_scale, _ = x  # hooks may have laid them out anew
-        key = (
-            grad.shape if offs is None else _shape_in_steps(grad),
-            (grad.stride(), grad.dtype, grad.data_ptr() & 15),
-            (x_scale.stride(), x_data.data_ptr() & 15, x_scale.data_ptr() & 15),
-        )
-        return self._backwards.find_by(key)
+def sequence(function: Callable[..., Any], *kind: Hashable) -> Callable[..., Any]:
+    """Return ``function``, recorded for all its calls of this kind (``ops/runtime/replay.py``)."""
+    return _SEQUENCES.find_by((function, *kind), function)
+
+
+_SEQUENCES = Specialized(recorded)
+
+
+def kind_of_backward(grad: Tensor, x: Quantized, offs: Tensor | None) -> Hashable:
+    """Return the layouts of a gradient and of a saved input, which hooks may have laid out anew."""
+    x_data, x_scale, _ = x
+    return (
+        grad.shape if offs is None else _shape_in_steps(grad),
+        (grad.stride(), grad.dtype, grad.data_ptr() & 15),
+        (x_scale.stride(), x_data.data_ptr() & 15, x_scale.data_ptr() & 15),
+    )
 
 
 def plan_matmul(

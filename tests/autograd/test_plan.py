@@ -35,7 +35,7 @@ def plan(
 
 def backward_of(known: plans.Plan, grad: Tensor, x: Quantized) -> Any:
     """What runs the backward of a known kind for this gradient and this saved input."""
-    return known.record_backward(_dgrad_and_wgrad, grad, x, None)
+    return plans.sequence(_dgrad_and_wgrad, known, plans.kind_of_backward(grad, x, None))
 
 
 @pytest.fixture
