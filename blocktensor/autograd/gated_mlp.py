@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,7 +45,7 @@ from .gated_forms import (
 )
 from .linear import grouped_linear, has_no_experts, linear, with_leading
 from .pipelining import is_input_half, watch_halves
-from .plan import Plan, sequence
+from .plan import sequence
 from .products import product_of
 from .saved_weight import SavedWeight, hold_cast
 
@@ -220,28 +220,17 @@ def _cast_and_fprop(x: Tensor, *others: Any) -> tuple[Any, ...]:
     return *_fprop(x, read, others[3:6], *others[6:]), tuple(w_cols)
 
 
-class _Form(NamedTuple):
-    """The columnwise form of a weight, read as a :class:`SavedWeight`."""
+def _of_forms(grad: Tensor, *others: Any) -> Gradients:
+    """Return :func:`_op_by_op` of columnwise weights.
 
-    plan: Plan
-    form: Quantized
-
-    def columnwise(self, saved: Sequence[Tensor], needed: bool) -> Quantized:
-        """Return the form."""
-        return self.form
-
-
-def _all_gradients(grad: Tensor, *others: Any) -> Gradients:
-    """Return :func:`_op_by_op` with the gradients of x and of all weights.
-
-    ``others``: columnwise x and h, gate, up, the columnwise weights of gate, up and down, offs and
-    the plan.
+    ``others``: columnwise x and h, gate, up, the weights, offs, what is asked for, and the plan.
     """
-    x, h, gate, up, *w_cols, offs, plan = others
-    pairs = zip(plan.linears, w_cols, strict=True)
-    reads = [None if form is None else _Form(of, form) for of, form in pairs]
+    x, h, gate, up, *w_cols, offs, asked, plan = others
+    reads = [
+        SimpleNamespace(plan=of, columnwise=lambda saved, needed, form=form: form)
+        for of, form in zip(plan.linears, w_cols, strict=True)
+    ]
     saved = [offs, *x[:2], *((None, None) if h is None else h[:2]), gate, up]
-    asked = [True, plan.up is not None, True, plan.up is not None, True, False, False, False]
     ctx = SimpleNamespace(plan=plan, reads=reads, counts=(0, 0))
     return _op_by_op(ctx, saved, [grad], asked)
 
@@ -259,8 +248,8 @@ def _gradients(ctx: Any, saved: list[Any], grads: list[Any], asked: list[bool]) 
     )
     pairs = zip(ctx.reads, _split(saved[7:], ctx.counts), strict=True)
     w_cols = [read and read.columnwise(w, True) for read, w in pairs]
-    run = sequence(_all_gradients, plan, key_in_steps((grads[0], gate, up, offs)), key_of((x, h)))
-    made: Gradients = run(grads[0], x, h, gate, up, *w_cols, offs, plan)
+    run = sequence(_of_forms, plan, key_in_steps((grads[0], gate, up, offs)), key_of((x, h)))
+    made: Gradients = run(grads[0], x, h, gate, up, *w_cols, offs, asked, plan)
     return made
 
 

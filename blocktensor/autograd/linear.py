@@ -191,15 +191,15 @@ class FP8Linear(FP8Function):
         given = _given(x, cast, plan) if cast else begun
         if plan.records_forward and begun is None:
             x_row, x_saved = given or (None, None)
+            weight: Any = w
             if plan.casts_weight:
-                weight: Any = w
-                run = sequence(_cast_and_fprop, plan, x_row is None)
-                y, x_col, w_col = run(x, x_row, weight.cache.master, bias, offs, plan)
-                w_saved, ctx.weight = hold_cast(weight, plan, w_col)
+                w_read: Any = weight.cache.master
             else:
-                w_row, w_saved, ctx.weight = p.weight(w, plan)
-                run = sequence(_fprop, plan, x_row is None)
-                y, x_col = run(x, x_row, w_row, bias, offs, plan)
+                w_read, w_saved, ctx.weight = p.weight(w, plan)
+            run = sequence(_fprop, plan, x_row is None)
+            y, x_col, w_col = run(x, x_row, w_read, bias, offs, plan)
+            if plan.casts_weight:
+                w_saved, ctx.weight = hold_cast(weight, plan, w_col)
             x_saved = x_saved or saved_of(x, x_col, plan)
         else:
             w_row, w_saved, ctx.weight = p.weight(w, plan)
@@ -224,29 +224,21 @@ def _given(x: Tensor, cast: tuple[Tensor, ...], plan: Plan) -> tuple[Quantized, 
 def _fprop(
     x: Tensor,
     x_row: Quantized | None,
-    w: Quantized,
+    w: Quantized | Tensor,
     bias: Tensor | None,
     offs: Tensor | None,
     plan: Plan,
-) -> tuple[Tensor, Quantized | None]:
-    """Return ``y = x wᵀ (+ bias)`` and the columnwise form of x, if it is cast here and read."""
-    product, x_col = product_of(offs, x), None
+) -> tuple[Tensor, Quantized | None, Quantized | None]:
+    """Return ``y = x wᵀ (+ bias)``, and the columnwise forms of x and w that are cast here.
+
+    ``x_row``: the rowwise form of x, if it is cast already. ``w``: a rowwise form, or a master.
+    """
+    product, x_col, w_col = product_of(offs, x), None, None
+    if isinstance(w, Tensor):
+        w, w_col = quantize_with_transpose(w, plan.weight_format)
     if x_row is None:
         x_row, x_col = product.forms(x, plan.format, plan.x_columnwise)
-    return product.fprop(x_row, w, bias, plan), x_col
-
-
-def _cast_and_fprop(
-    x: Tensor,
-    x_row: Quantized | None,
-    master: Tensor,
-    bias: Tensor | None,
-    offs: Tensor | None,
-    plan: Plan,
-) -> tuple[Tensor, Quantized | None, Quantized]:
-    """Return :func:`_fprop` of the cast of a master, and the columnwise form of the weight."""
-    w_row, w_col = quantize_with_transpose(master, plan.weight_format)
-    return *_fprop(x, x_row, w_row, bias, offs, plan), w_col
+    return product.fprop(x_row, w, bias, plan), x_col, w_col
 
 
 def _dgrad_and_wgrad(

@@ -68,12 +68,6 @@ class Plan:
         serves_all: True if it serves all matmuls of its kind in eager mode, without modes.
     """
 
-    __slots__ = ("are_tensors", "batch_invariant", "bias_dtype", "casts_weight", "casts_x",
-                  "format", "grad_formats", "needs", "out_dtype",
-                 "records_backward", "records_forward", "saves_x", "serves_all", "tracing",
-                 "w_dtype", "w_is_transposed", "weight_format", "wgrad_input",
-                 "x_columnwise", "x_dtype", "x_shape")  # fmt: skip
-
     def __init__(
         self,
         x: Tensor,

@@ -102,16 +102,3 @@ def _launches_in(launches: Kept) -> Iterator[Kept]:
         yield launches
     finally:
         this_thread.launches = outer
-
-
-class Recording:
-    """A function whose launches are recorded at its first call (``replay.py``).
-
-    Attributes:
-        player: the function to call from then on; None until then.
-    """
-
-    __slots__ = ("player",)
-
-    def __init__(self) -> None:
-        self.player: Callable[..., Any] | None = None

@@ -23,14 +23,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..formats import ceil_div
-from .launch import Recording, watch_launches
+from .launch import watch_launches
 from .triton_compat import launcher
 
 MAX_MAPS = 2**16
 """Tensor maps, some 300 bytes each, that all recordings make before each drops its older ones."""
 
 
-class Replay(Recording):
+class Replay:
     """Calls of ``function`` with arguments of one kind: the first is recorded, the rest repeated.
 
     ``function`` takes tensors, tuples of tensors (``Quantized``) and other arguments; allocates
@@ -38,13 +38,11 @@ class Replay(Recording):
     of them, or None. With any other op (a copy, a fill) or an unknown Triton, it is called itself.
     """
 
-    __slots__ = ("_function",)
+    __slots__ = ("_function", "player")
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
         self._function = function
-        if launcher.launcher() is None:
-            self.player = function
+        self.player = function if launcher.launcher() is None else None
 
     def __call__(self, *args: Any) -> Any:
         """Run the function."""

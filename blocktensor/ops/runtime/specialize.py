@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from torch.compiler import is_compiling
 
 from ..devices import has_triton
 from ..formats import Quantized, group_rows
-from .launch import Recording, this_thread
+from .launch import this_thread
 
 GEMM_VARIABLE = "BLOCKTENSOR_GEMM"
 """Environment variable that forces a GEMM backend by name; part of every key."""
@@ -125,7 +125,7 @@ class Specialized(Generic[Result]):
         if this_thread.watch is not None:
             return self.run(*args)
         run: Any = self._table.get((self._key(args), _environment.get(_VARIABLE)))
-        return self.run(*args) if run is None or isinstance(run, Recording) else run(*args)
+        return self.run(*args) if run is None else run(*args)
 
     def run(self, *args: Any) -> Any:
         """Run the function outside the dispatcher; plainly, as a part of what is being recorded."""
@@ -133,15 +133,8 @@ class Specialized(Generic[Result]):
             with watching(None) as watch:  # not the ops that this one runs
                 watch(self, args)
                 return self.run(*args)
-        run: Any
-        if this_thread.launches is not None:
-            run = self._decide(*args)
-            return run(*args)
-        run = self.find(*args)
-        result = run(*args)
-        if isinstance(run, Recording) and run.player is not None:
-            self._table[self._key(args), _environment.get(_VARIABLE)] = cast(Result, run.player)
-        return result
+        run: Any = (self.find if this_thread.launches is None else self._decide)(*args)
+        return run(*args)
 
     def find(self, *args: Any) -> Result:
         """Return the decision for calls like this one."""
