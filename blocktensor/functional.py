@@ -217,7 +217,7 @@ def _gated(
         return _whole_functions.gated_mlp(x, weights, biases, offs, *options, recipe, linears)
     if not is_dynamo_compiling():
         _whole_functions.announce_if_loaded()
-    return _gated_mlp.gated_mlp(x, *weights, *biases, *options, recipe, offs)
+    return _gated_mlp.gated_mlp(x, weights, biases, offs, *options, recipe)
 
 
 def _stays_whole(w: Tensor | None, recipe: Recipe | None = None) -> bool:

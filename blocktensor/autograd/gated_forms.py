@@ -1,8 +1,7 @@
 """Plan a gated MLP, and cast h and gradients in its backward.
 
 The plan holds the plans of the three linear layers and the choices that they share. Backward casts
-h and the gradients of gate and up. A tensor leaves :class:`Sources` when it is read for the last
-time.
+h and the gradients of gate and up.
 """
 
 from __future__ import annotations
@@ -179,39 +178,10 @@ def _like_h(x: Tensor, gate: Plan, features: int, leaf: Tensor | None) -> Tensor
 # What backward casts
 
 
-class Sources:
-    """Tensors from which backward makes its casts: gate, up, h's form if saved, and h's gradient.
-
-    Attributes:
-        has_gradient: whether gradients of gate and up can be computed.
-        gate_and_up: both, or one that holds both and None.
-    """
-
-    def __init__(self, saved: list[Any], dh: Tensor | None) -> None:
-        """Empty ``saved``: data and scales of h, then gate and up."""
-        self.has_gradient = dh is not None
-        self._dh = dh
-        self._form, self.gate_and_up = tuple(saved[:2]), saved[2:]
-        saved.clear()
-
-    def take_form(self) -> tuple[Tensor | None, Tensor | None]:
-        """Return data and scale of the saved form, and drop them."""
-        data, scale = self._form
-        self._form = None, None
-        return data, scale
-
-    def take_all(self) -> tuple[Any, Any, Any]:
-        """Return gate, up and the gradient of h, and drop them."""
-        gate, up = self.gate_and_up
-        dh, self._dh = self._dh, None
-        self.gate_and_up = []
-        return gate, up, dh
-
-
 def forms_in_backward(
     product: Dense,
     plan: GatedPlan,
-    sources: Sources,
+    sources: list[Any],
     needs_h: bool,
     formats: Formats,
     needs_dbias: Sequence[bool],
@@ -222,9 +192,13 @@ def forms_in_backward(
     h, which the weight gradient of DOWN reads, is the first if needed. Sums of the gradients of
     gate and up, if needed, go to ``dbiases``.
 
-    ``formats``: of the gradients of gate and up.
+    Args:
+        sources: data and scale of h, if saved; gate and up, or both in one and None; the gradient
+            of h, if there is one. Each leaves the list when it is read for the last time.
+        formats: of the gradients of gate and up.
     """
-    data, scale = sources.take_form()
+    data, scale = sources[:2]
+    del sources[:2]
     if needs_h:
         format = plan.down.x_columnwise
         assert format is not None
@@ -233,24 +207,25 @@ def forms_in_backward(
             assert scale is not None
             made.append((None, Quantized(data, scale, format)))
         else:
-            both = halves(*sources.gate_and_up)
+            both = halves(*sources[:2])
             made.append(gated(*both, plan.activation, None, format, product.offs))
             del both
         del data, scale
         yield DOWN, made.pop()
-    if sources.has_gradient:
+    if sources[-1] is not None:
         yield from _gradients_of_h(product, plan, sources, formats, needs_dbias, dbiases)
 
 
 def _gradients_of_h(
     product: Dense,
     plan: GatedPlan,
-    sources: Sources,
+    sources: list[Any],
     formats: Formats,
     needs_dbias: Sequence[bool],
     dbiases: list[Tensor | None],
 ) -> Iterator[tuple[int, Forms]]:
-    gate, up, dh = sources.take_all()
+    gate, up, dh = sources
+    sources.clear()
     activation, offs = plan.activation, product.offs
     made: list[Forms]
     if plan.up is None:

@@ -37,7 +37,6 @@ from .gated_forms import (
     GATE,
     UP,
     GatedPlan,
-    Sources,
     features_of_h,
     forms_in_backward,
     halves,
@@ -52,16 +51,12 @@ from .saved_weight import SavedWeight, hold_cast
 
 def gated_mlp(
     x: Tensor,
-    w_gate: Tensor,
-    w_up: Tensor | None,
-    w_down: Tensor,
-    bias_gate: Tensor | None = None,
-    bias_up: Tensor | None = None,
-    bias_down: Tensor | None = None,
-    activation: ActivationName = "silu",
-    recompute: bool = False,
-    recipe: Recipe | None = None,
-    offs: Tensor | None = None,
+    weights: tuple[Tensor, Tensor | None, Tensor],
+    biases: tuple[Tensor | None, Tensor | None, Tensor | None],
+    offs: Tensor | None,
+    activation: ActivationName,
+    recompute: bool,
+    recipe: Recipe | None,
 ) -> Tensor:
     """Run :func:`blocktensor.functional.gated_mlp`, for plain and for FP8 operands.
 
@@ -70,10 +65,9 @@ def gated_mlp(
     with torch._C.DisableTorchFunctionSubclass():
         if type(x) is BlockwiseFP8Weight:
             x = x.high_precision()
-        weights, biases = (w_gate, w_up, w_down), (bias_gate, bias_up, bias_down)
         plan: GatedPlan | None = None
-        if offs is not None and has_no_experts(x, w_gate, offs):
-            features_of_h(w_gate, w_up)
+        if offs is not None and has_no_experts(x, weights[0], offs):
+            features_of_h(*weights[:2])
         else:
             plan = plan_gated(offs, x, weights, biases, activation, recompute, recipe)
         if plan is None or plan.one_by_one:
@@ -82,7 +76,7 @@ def gated_mlp(
         # Each linear has an edge to x of its own, in the order in which their backwards would run:
         # so gradients are summed as without this function, also with those of other uses of x.
         again: Tensor | None = None
-        if w_up is not None:
+        if weights[1] is not None:
             again = x.view(x.shape) if is_dynamo_compiling() else x  # which takes no tensor twice
         apply = _GatedMLP.apply if plan.tracing else _apply_eagerly
         y: Tensor = apply(x, again, *weights, *biases, offs, plan)
@@ -161,16 +155,8 @@ class _GatedMLP(FP8Function):
 
             y, x_col, h_col, gate, up = _fprop(x, read, biases, offs, plan)
         ctx.reads, ctx.counts = tuple(reads), (len(saved[0]), len(saved[1]))
-        ctx.save_for_backward(
-            offs,
-            *(x_col[:2] if x_col is not None else (None, None)),
-            *(h_col[:2] if h_col is not None else (None, None)),
-            gate,
-            up,
-            *saved[0],
-            *saved[1],
-            *saved[2],
-        )
+        of_x, of_h = ((None, None) if form is None else form[:2] for form in (x_col, h_col))
+        ctx.save_for_backward(offs, *of_x, *of_h, gate, up, *saved[0], *saved[1], *saved[2])
         ctx.set_materialize_grads(False)
         return with_leading(y, x.shape)
 
@@ -308,7 +294,8 @@ def _op_by_op(ctx: Any, saved: list[Any], grads: list[Any], asked: list[bool]) -
         del w_col, g_row
     else:
         _read_no_firsts(ctx.reads, (w_gate, w_up))
-    sources = Sources(of_h, dh)
+    sources = [*of_h, dh]
+    of_h.clear()
     del dh, held
     dxs: list[Tensor | None] = [None, None]
     row, col = plan.dh_formats

@@ -58,7 +58,7 @@ def gated_mlp(
 ) -> Tensor:
     """Run the gated MLP while Dynamo traces, or its ``linears``; with ``offs`` of experts."""
     if _announced:
-        return _gated_mlp_whole(x, *weights, *biases, activation, recompute, recipe, offs)
+        return _gated_mlp_whole(x, *weights, *biases, offs, activation, recompute, recipe)
     features_of_h(*weights[:2], biases[1])
     return _gated_mlp.one_by_one(linears, x, weights, biases, activation)
 
@@ -79,5 +79,5 @@ def linear_cross_entropy(
     return loss.of_all(made.float().flatten(0, -2), target.flatten())
 
 
-def _gated_mlp_whole(*args: Any) -> Tensor:
-    return _gated_mlp.gated_mlp(*args)
+def _gated_mlp_whole(x: Tensor, *others: Any) -> Tensor:
+    return _gated_mlp.gated_mlp(x, others[:3], others[3:6], *others[6:])

@@ -28,6 +28,8 @@ _BATCH = 4
 Transformer layer each, take no more than a layer in bf16."""
 _BATCH_BYTES = 256 << 20
 
+_all_gather: Any = torch.ops._c10d_functional.all_gather_into_tensor
+
 _ALIGNMENT = 16
 """Tensors begin at multiples of it in what a rank sends, to be viewed in their dtypes."""
 
@@ -82,7 +84,6 @@ class _Layout:
         groups: of ranks, along each dimension of the mesh that cuts them.
         mine: the part of this rank.
         ranks: the parts of all ranks along these dimensions, in the order in which they arrive.
-        is_stacked: True if the parts, one after another, are the whole.
     """
 
     def __init__(self, x: Any) -> None:
@@ -94,13 +95,6 @@ class _Layout:
         self.groups = tuple(mesh.get_group(i) for i in dims)
         self.mine = held(x)
         self.ranks = [everybody[rank] for rank in ranks_at(mesh, at)]
-        rows = self.mine.shape[0] if self.mine.shape else 0
-        self.is_stacked = len(dims) <= 1 and all(
-            each.shape == self.mine.shape
-            and [r.slices for r in each.regions]
-            == [(slice(i * rows, (i + 1) * rows), *map(slice, [0] * (x.ndim - 1), x.shape[1:]))]
-            for i, each in enumerate(self.ranks)
-        )
 
 
 class _Item:
@@ -213,7 +207,7 @@ def _gathered(items: Sequence[_Item], limit: int) -> Iterator[Quantized | Tensor
     receive = None
     try:
         for batch in _batches(items, limit):
-            receive = _send_stacked(batch) if batch[0].layout.is_stacked else _send(batch)
+            receive = _send(batch)
             if ahead is not None:
                 yield from ahead()
             ahead, receive = receive, None
@@ -230,27 +224,14 @@ def _batches(items: Sequence[_Item], limit: int) -> Iterator[list[_Item]]:
     size = 0
     for item in items:
         more = item.x.numel() * item.dtype.itemsize
-        kinds = {(x.layout.groups, x.layout.is_stacked) for x in (item, *batch[:1])}
-        if batch and (len(kinds) > 1 or size + more > limit):
+        is_other = item.layout.groups != (batch or [item])[0].layout.groups
+        if batch and (is_other or size + more > limit):
             yield batch
             batch, size = [], 0
         batch.append(item)
         size += more
     if batch:
         yield batch
-
-
-def _send_stacked(batch: Sequence[_Item]) -> Callable[[], Iterator[Quantized | Tensor]]:
-    """Begin to gather parts which, one after another, are the whole: no bytes are copied."""
-    parts = [item.part().contiguous() for item in batch]
-    for group in batch[0].layout.groups:  # at most one
-        parts = _gather(parts, group)
-
-    def receive() -> Iterator[Quantized | Tensor]:
-        for item, part in zip(batch, [_wait(part) for part in parts], strict=True):
-            yield item.whole(part.view(item.dtype).view(item.x.shape))
-
-    return receive
 
 
 def _send(batch: Sequence[_Item]) -> Callable[[], Iterator[Quantized | Tensor]]:
@@ -266,7 +247,7 @@ def _send(batch: Sequence[_Item]) -> Callable[[], Iterator[Quantized | Tensor]]:
         sent[at : at + part.nbytes].view(item.dtype).view(part.shape).copy_(part)
         at += ceil_div(part.nbytes, _ALIGNMENT) * _ALIGNMENT
     for group in reversed(layout.groups):
-        (sent,) = _gather([_wait(sent)], group)
+        sent = _all_gather(_wait(sent), group.size(), group.group_name)
 
     def receive() -> Iterator[Quantized | Tensor]:
         _wait(sent)
@@ -289,14 +270,6 @@ def _padded_bytes(item: _Item, rank: int) -> int:
     """Return how many bytes a rank sends of an item, so that the next one can be viewed."""
     size = math.prod(item.layout.ranks[rank].shape) * item.dtype.itemsize
     return ceil_div(size, _ALIGNMENT) * _ALIGNMENT
-
-
-def _gather(parts: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
-    """Begin to gather the bytes of contiguous tensors, in one collective."""
-    gathered: list[Tensor] = torch.ops._c10d_functional.all_gather_into_tensor_coalesced(
-        [part.view(-1).view(torch.uint8) for part in parts], group.size(), group.group_name
-    )
-    return gathered
 
 
 def _wait(sent: Tensor) -> Tensor:

@@ -99,13 +99,13 @@ def test_few_weights_are_gathered_before_they_are_used(
 ) -> None:
     """Two batches, each of at most four times the bytes of the largest weight, and 256 MiB."""
     sizes: list[int] = []
-    gather = whole_module._gather
+    send = whole_module._send
 
-    def watched(parts: Any, group: Any) -> Any:
-        sizes.append(len(parts))
-        return gather(parts, group)
+    def watched(batch: Any) -> Any:
+        sizes.append(len(batch))
+        return send(batch)
 
-    monkeypatch.setattr(whole_module, "_gather", watched)
+    monkeypatch.setattr(whole_module, "_send", watched)
     mesh = shared_mesh(device, 1, world, names=("one", "all"))
     weights = [
         distribute_tensor(randn(n, 128, device=device), mesh, [Shard(1), Shard(0)])
