@@ -11,11 +11,11 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Hashable
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import torch
 from torch import Tensor
 
+from ..ops.runtime.launch import current_stream
 from ..ops.runtime.specialize import must_dispatch
 from .plan import Plan
 
@@ -106,7 +106,7 @@ class Run:
             return ()  # changes of inference tensors are not counted
         if offs is not None and (must_dispatch(offs) or offs.is_inference()):
             return ()
-        stream: Any = torch.cuda.current_stream(x.device) if x.is_cuda else None
+        stream = current_stream(x.get_device()) if x.is_cuda else None
         whole = x if x._base is None else x._base  # views count changes together
         key = (
             id(whole), x._version, x.data_ptr(), x.shape[-1:], x.numel(),

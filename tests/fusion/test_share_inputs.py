@@ -35,13 +35,14 @@ __all__ = ["casts"]
 @pytest.mark.parametrize("bf16_autocast", [False, True])
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: r.scale)
 def test_results_and_gradients_are_those_of_the_unshared_model(
-    recipe: Recipe, bf16_autocast: bool
+    recipe: Recipe, bf16_autocast: bool, device: torch.device
 ) -> None:
-    shared, unshared, by_hand = (converted(Qkv(h), recipe) for h in (False, False, True))
+    models = (converted(Qkv(h), recipe).to(device) for h in (False, False, True))
+    shared, unshared, by_hand = models
     share_inputs(shared)
-    for seed in range(2):
-        x = randn(2, 5, K, seed=seed, dtype=torch.float32)
-        with torch.autocast("cpu", torch.bfloat16, enabled=bf16_autocast):
+    for seed in range(2):  # the second repeats recorded launches
+        x = randn(2, 5, K, seed=seed, dtype=torch.float32, device=device)
+        with torch.autocast(device.type, torch.bfloat16, enabled=bf16_autocast):
             y, *wanted = results(unshared, x)
             assert_bits(results(shared, x), [y, *wanted])
             hand = results(by_hand, x)

@@ -25,6 +25,13 @@ class _Thread(threading.local):
 
 this_thread = _Thread()
 
+current_stream: Callable[[int], int] = getattr(
+    torch._C,
+    "_cuda_getCurrentRawStream",
+    lambda device: torch.cuda.current_stream(device).cuda_stream,
+)
+"""Return the address of the caller's stream on a CUDA device, in less time than torch.cuda."""
+
 
 class Rows(int):
     """A number of rows in groups, as an argument: it may differ between calls of one recording."""

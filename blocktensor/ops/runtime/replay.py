@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..formats import ceil_div
-from .launch import watch_launches
+from .launch import current_stream, watch_launches  # noqa: F401 (players call the first)
 from .triton_compat import launcher
 
 MAX_MAPS = 2**16
@@ -288,11 +288,6 @@ hooked = launcher.hooked
 new = tuple.__new__  # that of a NamedTuple takes twice as long
 
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
-current_stream: Callable[[int], int] = getattr(
-    torch._C,
-    "_cuda_getCurrentRawStream",
-    lambda device: torch.cuda.current_stream(device).cuda_stream,
-)
 
 
 def _empty(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
