@@ -46,7 +46,8 @@ def linear(content: Content, page: Path) -> list[str]:
         ("tokens x (out x in)", *series),
         rows,
         content,
-        ". In eager mode host time limits small layers; CUDA graphs have none.",
+        ". In eager mode host time limits small layers; CUDA graphs have none. Since 2026-11-28 "
+        "the backward runs in the thread that calls it.",
         more=image("linear_speedup.png", "speed-up of linear layers", page),
     )
 
@@ -203,7 +204,9 @@ def host(content: Content, page: Path) -> list[str]:
     shown = columns(content["rows"])
     rows = [[r.get(column, "–") for column in shown] for r in content["rows"]]
     return section(
-        "**Host time**, microseconds until a call returns, the GPU idle when it starts:",
+        "**Host time**, microseconds until a call returns, the GPU idle when it starts. The "
+        "backward runs in the thread that calls it, unless the row says otherwise ([why]("
+        "experiments/host_time.md#the-thread-of-the-backward)):",
         [c.replace("_", " ") for c in shown],
         rows,
         content,
