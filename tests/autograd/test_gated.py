@@ -12,6 +12,7 @@ from expecttest import assert_expected_inline
 from torch import Tensor
 
 from blocktensor import BlockwiseFP8Weight, Recipe, functional, quantize
+from blocktensor.autograd import gated_mlp
 from blocktensor.overrides import dynamo
 from tests.support.asserts import Call, refused
 from tests.support.compiling import afresh, graphs, instantiates
@@ -45,6 +46,18 @@ RECIPES = (FP32_SCALES, POWER_OF_TWO, ROWS, HIGH, Recipe(cache_weight=False))
 def test_bits(kind: Kind, recipe: Recipe, recompute: bool, device: torch.device) -> None:
     operands = kind.weights(recipe, device=device)
     kind.assert_same_bits(kind.inputs(device=device), operands, recompute=recompute)
+
+
+@pytest.mark.parametrize("frozen", [(), (0,), (2,)])
+def test_which_are_sequences(
+    frozen: tuple[int, ...], way_of_linears: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forwards that cast all weights, and backwards that compute all gradients."""
+    ran: list[str] = []
+    monkeypatch.setattr(gated_mlp, "sequence", lambda run, *kind: ran.append(run.__name__) or run)
+    results(functional.gated_mlp, randn(9, K, grad=True), weights(frozen=frozen))
+    of_all = ["_cast_and_fprop", "_of_forms"] if way_of_linears == "sequence" else []
+    assert ran == of_all[: 2 - len(frozen)]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -37,8 +37,7 @@ __all__ = ["casts"]
 def test_results_and_gradients_are_those_of_the_unshared_model(
     recipe: Recipe, bf16_autocast: bool, device: torch.device
 ) -> None:
-    models = (converted(Qkv(h), recipe).to(device) for h in (False, False, True))
-    shared, unshared, by_hand = models
+    shared, unshared, by_hand = (converted(Qkv(h), recipe).to(device) for h in (False, False, True))
     share_inputs(shared)
     for seed in range(2):  # the second repeats recorded launches
         x = randn(2, 5, K, seed=seed, dtype=torch.float32, device=device)
