@@ -217,7 +217,7 @@ def _of_forms(grad: Tensor, *others: Any) -> Gradients:
         for of, form in zip(plan.linears, w_cols, strict=True)
     ]
     saved = [offs, *x[:2], *((None, None) if h is None else h[:2]), gate, up]
-    ctx = SimpleNamespace(plan=plan, reads=reads, counts=(0, 0))
+    ctx = SimpleNamespace(plan=plan, reads=reads, counts=(0, 0), needs_input_grad=())
     return _op_by_op(ctx, saved, [grad], asked)
 
 

@@ -131,8 +131,12 @@ class Plan:
 
 
 def sequence(function: Callable[..., Any], *kind: Hashable) -> Callable[..., Any]:
-    """Return ``function``, recorded for all its calls of this kind (``ops/runtime/replay.py``)."""
-    return _SEQUENCES.find_by((function, *kind), function)
+    """Return ``function``, recorded for all its calls of this kind (``ops/runtime/replay.py``).
+
+    While ops are watched, return ``function`` itself.
+    """
+    plain = function if this_thread.watch else None
+    return plain or _SEQUENCES.find_by((function, *kind), function)
 
 
 _SEQUENCES = Specialized(recorded)

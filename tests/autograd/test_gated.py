@@ -49,9 +49,7 @@ def test_bits(kind: Kind, recipe: Recipe, recompute: bool, device: torch.device)
 
 
 @pytest.mark.parametrize("frozen", [(), (0,), (2,)])
-def test_which_are_sequences(
-    frozen: tuple[int, ...], way_of_linears: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sequences(frozen: Any, way_of_linears: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forwards that cast all weights, and backwards that compute all gradients."""
     ran: list[str] = []
     monkeypatch.setattr(gated_mlp, "sequence", lambda run, *kind: ran.append(run.__name__) or run)

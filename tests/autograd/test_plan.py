@@ -16,6 +16,7 @@ from blocktensor.autograd import plan as plans
 from blocktensor.autograd.linear import _dgrad_and_wgrad
 from blocktensor.ops.cast.ops import quantize_both
 from blocktensor.ops.formats import BLOCKS_1X128, Quantized
+from blocktensor.ops.runtime.specialize import watching
 from tests.support.linear_ways import HIGH, ROWS, WAYS, grads_of, run_linears
 from tests.support.models import Trace, assert_matches, composed, linear, plain, randn, unaligned
 from tests.support.steps import assert_trace, ours
@@ -129,6 +130,8 @@ def test_what_tells_backwards_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     made = assert_apart(backward_of, calls)
     monkeypatch.setenv("BLOCKTENSOR_GEMM", "reference")
     assert not any(backward_of(*calls[0]) is each for each in made)
+    with watching(lambda *_: None):  # of a monitor that began after the forward
+        assert backward_of(*calls[0]) is _dgrad_and_wgrad
 
 
 @records
