@@ -32,7 +32,8 @@ class Qkv(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x * 1.5  # an input that only this module and the graph hold
-        dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
+        kind = x.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
         y = quantize(x.to(dtype), self.q.weight.recipe) if self.by_hand else x
         q = self.q(y)
         if self.between is not None:
