@@ -214,7 +214,7 @@ def _gated(
     options = activation, recompute
     if any(_stays_whole(w, recipe) for w in weights):
         linears = _gated_mlp.linears_by(linear, grouped_linear, offs, recipe)
-        return _whole_functions.gated_mlp(x, weights, biases, offs, *options, recipe, linears)
+        return _whole_functions.gated_mlp(linears, x, weights, biases, offs, *options, recipe)
     if not is_dynamo_compiling():
         _whole_functions.announce_if_loaded()
     return _gated_mlp.gated_mlp(x, weights, biases, offs, *options, recipe)

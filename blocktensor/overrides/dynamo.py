@@ -20,7 +20,6 @@ from ..autograd import linear_cross_entropy as _linear_cross_entropy
 from ..autograd.gated_forms import features_of_h
 from ..autograd.linear import linear
 from ..autograd.linear_cross_entropy import CrossEntropy
-from ..ops.producers.ops import ActivationName
 from ..recipe import Recipe
 from ..tensor.base import FP8Base
 
@@ -47,20 +46,16 @@ def announce_if_loaded() -> None:
 
 
 def gated_mlp(
-    x: Tensor,
-    weights: tuple[Tensor, Tensor | None, Tensor],
-    biases: tuple[Tensor | None, Tensor | None, Tensor | None],
-    offs: Tensor | None,
-    activation: ActivationName,
-    recompute: bool,
-    recipe: Recipe | None,
-    linears: Callable[..., Sequence[Tensor]],
+    linears: Callable[..., Sequence[Tensor]], x: Tensor, weights: Any, biases: Any, *how: Any
 ) -> Tensor:
-    """Run the gated MLP while Dynamo traces, or its ``linears``; with ``offs`` of experts."""
+    """Run :func:`~.gated_mlp.gated_mlp` while Dynamo traces, or its ``linears``.
+
+    ``how``: its other arguments, from ``offs`` on.
+    """
     if _announced:
-        return _gated_mlp_whole(x, *weights, *biases, offs, activation, recompute, recipe)
-    features_of_h(*weights[:2], biases[1])
-    return _gated_mlp.one_by_one(linears, x, weights, biases, activation)
+        return _gated_mlp_whole(x, *weights, *biases, *how)
+    features_of_h(weights[0], weights[1], biases[1])
+    return _gated_mlp.one_by_one(linears, x, weights, biases, how[1])
 
 
 def linear_cross_entropy(
@@ -79,5 +74,5 @@ def linear_cross_entropy(
     return loss.of_all(made.float().flatten(0, -2), target.flatten())
 
 
-def _gated_mlp_whole(x: Tensor, *others: Any) -> Tensor:
-    return _gated_mlp.gated_mlp(x, others[:3], others[3:6], *others[6:])
+def _gated_mlp_whole(x: Tensor, *flat: Any) -> Tensor:
+    return _gated_mlp.gated_mlp(x, flat[:3], flat[3:6], *flat[6:])
