@@ -245,8 +245,8 @@ def _maps_like(descriptor: Any, metadata: Any) -> Callable[[int], Any]:
 
     It is called for each layer of a model whenever sizes are new, and keeps no tensor alive.
     """
-    if metadata is None:
-        raise Unsupported("a tensor descriptor without metadata")
+    if metadata is None or not hasattr(descriptor, "__dict__"):
+        raise Unsupported("a tensor descriptor without metadata, or with slots")
     kind, fields = type(descriptor), {**vars(descriptor), "base": None}
     make, sizes = _driver().make_tensordesc_arg, [*descriptor.shape, *descriptor.strides]
     unused = [None] * (_count_parameters(make) - 2)
