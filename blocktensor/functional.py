@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -202,22 +203,22 @@ def _gated(
     x: Tensor,
     weights: tuple[Tensor, Tensor | None, Tensor],
     biases: tuple[Tensor | None, Tensor | None, Tensor | None],
-    offs: Tensor | None,
-    activation: ActivationName,
-    recompute: bool,
-    recipe: Recipe | None,
+    *how: Any,
 ) -> Tensor:
-    """Run a gated MLP, of experts with ``offs``; the plan checks ``w_down``."""
+    """Run a gated MLP, of experts with ``offs``; the plan checks ``w_down``.
+
+    ``how``: offs, activation, recompute and recipe.
+    """
+    offs, _, recompute, recipe = how
     _check(None, {}, {"w_gate": weights[0], "w_up": weights[1]})
     if not isinstance(recompute, bool):
         raise TypeError(f"recompute={recompute!r}: expected True or False")
-    options = activation, recompute
     if any(_stays_whole(w, recipe) for w in weights):
         linears = _gated_mlp.linears_by(linear, grouped_linear, offs, recipe)
-        return _whole_functions.gated_mlp(linears, x, weights, biases, offs, *options, recipe)
+        return _whole_functions.gated_mlp(linears, x, weights, biases, *how)
     if not is_dynamo_compiling():
         _whole_functions.announce_if_loaded()
-    return _gated_mlp.gated_mlp(x, weights, biases, offs, *options, recipe)
+    return _gated_mlp.gated_mlp(x, weights, biases, *how)
 
 
 def _stays_whole(w: Tensor | None, recipe: Recipe | None = None) -> bool:

@@ -207,9 +207,10 @@ def _cast_and_fprop(x: Tensor, *others: Any) -> tuple[Any, ...]:
 
 
 def _of_forms(grad: Tensor, *others: Any) -> Gradients:
-    """Return :func:`_op_by_op` of columnwise weights.
+    """Return the gradients of x and of all weights, by :func:`_op_by_op`.
 
-    ``others``: columnwise x and h, gate, up, the weights, offs, what is asked for, and the plan.
+    ``others``: the columnwise forms of x and h, gate, up, the columnwise forms of the weights,
+    offs, which gradients are asked for, and the plan.
     """
     x, h, gate, up, *w_cols, offs, asked, plan = others
     reads = [
@@ -240,11 +241,11 @@ def _gradients(ctx: Any, saved: list[Any], grads: list[Any], asked: list[bool]) 
 
 
 def _may_repeat(ctx: Any, weights: list[Any], grad: Tensor | None, asked: list[bool]) -> bool:
-    """Return whether this backward is one of the recorded kind."""
+    """Return True if the backward wants all gradients but those of biases, and may be recorded."""
     return (
         ctx.plan.records_backward
         and grad is not None
-        and asked == [each and i < 5 for i, each in enumerate(ctx.given)]  # but for biases
+        and asked == [each and i < 5 for i, each in enumerate(ctx.given)]
         and all(isinstance(w, BlockwiseFP8Weight) for w in weights)
         and not (is_input_half() or "held" in ctx.__dict__ or must_dispatch(grad))
     )

@@ -135,8 +135,9 @@ def sequence(function: Callable[..., Any], *kind: Hashable) -> Callable[..., Any
 
     While ops are watched, return ``function`` itself.
     """
-    plain = function if this_thread.watch else None
-    return plain or _SEQUENCES.find_by((function, *kind), function)
+    if this_thread.watch is not None:
+        return function
+    return _SEQUENCES.find_by((function, *kind), function)
 
 
 _SEQUENCES = Specialized(recorded)

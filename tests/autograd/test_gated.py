@@ -50,7 +50,7 @@ def test_bits(kind: Kind, recipe: Recipe, recompute: bool, device: torch.device)
 
 @pytest.mark.parametrize("frozen", [(), (0,), (2,)])
 def test_sequences(frozen: Any, way_of_linears: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forwards that cast all weights, and backwards that compute all gradients."""
+    """A forward that casts all weights is one, a backward that computes all gradients another."""
     ran: list[str] = []
     monkeypatch.setattr(gated_mlp, "sequence", lambda run, *kind: ran.append(run.__name__) or run)
     results(functional.gated_mlp, randn(9, K, grad=True), weights(frozen=frozen))

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..formats import ceil_div
-from .launch import current_stream, watch_launches  # noqa: F401 (players call the first)
+from .launch import current_stream, watch_launches  # noqa: F401 (players call current_stream)
 from .triton_compat import launcher
 
 MAX_MAPS = 2**16
