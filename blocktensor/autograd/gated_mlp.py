@@ -28,7 +28,7 @@ from ..ops.cast.ops import quantize_with_transpose
 from ..ops.formats import Quantized
 from ..ops.producers.ops import ActivationName, gated
 from ..ops.producers.reference import ACTIVATIONS
-from ..ops.runtime.specialize import key_in_steps, key_of, must_dispatch
+from ..ops.runtime.specialize import sequence
 from ..recipe import Recipe
 from ..tensor.weight import BlockwiseFP8Weight
 from .backward import FP8Function, Gradients, run_backward
@@ -44,7 +44,6 @@ from .gated_forms import (
 )
 from .linear import grouped_linear, has_no_experts, linear, with_leading
 from .pipelining import is_input_half, watch_halves
-from .plan import sequence
 from .products import product_of
 from .saved_weight import SavedWeight, hold_cast
 
@@ -141,8 +140,7 @@ class _GatedMLP(FP8Function):
         saved: list[Sequence[Tensor]] = [(), (), ()]
         if plan.records_forward:
             masters = [None if w is None else w.cache.master for w in weights]
-            run = sequence(_cast_and_fprop, plan)
-            y, x_col, h_col, gate, up, w_cols = run(x, *masters, *biases, offs, plan)
+            y, x_col, h_col, gate, up, w_cols = _cast_and_fprop(x, *masters, *biases, offs, plan)
             for i, w in enumerate(weights):
                 if w is not None:
                     saved[i], reads[i] = hold_cast(w, plan.linears[i], w_cols[i])
@@ -191,6 +189,7 @@ def _fprop(
     return product.fprop(h_row, read(DOWN), biases[DOWN], plan.down), x_col, h_col, gate, up
 
 
+@sequence
 def _cast_and_fprop(x: Tensor, *others: Any) -> tuple[Any, ...]:
     """Return :func:`_fprop` of the casts of masters, and the columnwise forms of the weights.
 
@@ -206,6 +205,7 @@ def _cast_and_fprop(x: Tensor, *others: Any) -> tuple[Any, ...]:
     return *_fprop(x, read, others[3:6], *others[6:]), tuple(w_cols)
 
 
+@sequence
 def _of_forms(grad: Tensor, *others: Any) -> Gradients:
     """Return the gradients of x and of all weights, by :func:`_op_by_op`.
 
@@ -235,8 +235,7 @@ def _gradients(ctx: Any, saved: list[Any], grads: list[Any], asked: list[bool]) 
     )
     pairs = zip(ctx.reads, _split(saved[7:], ctx.counts), strict=True)
     w_cols = [read and read.columnwise(w, True) for read, w in pairs]
-    run = sequence(_of_forms, plan, key_in_steps((grads[0], gate, up, offs)), key_of((x, h)))
-    made: Gradients = run(grads[0], x, h, gate, up, *w_cols, offs, asked, plan)
+    made: Gradients = _of_forms(grads[0], x, h, gate, up, *w_cols, offs, tuple(asked), plan)
     return made
 
 
@@ -247,7 +246,7 @@ def _may_repeat(ctx: Any, weights: list[Any], grad: Tensor | None, asked: list[b
         and grad is not None
         and asked == [each and i < 5 for i, each in enumerate(ctx.given)]
         and all(isinstance(w, BlockwiseFP8Weight) for w in weights)
-        and not (is_input_half() or "held" in ctx.__dict__ or must_dispatch(grad))
+        and not (is_input_half() or "held" in ctx.__dict__)
     )
 
 

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from ..ops.cast.ops import quantize_with_transpose
 from ..ops.formats import Quantized
-from ..ops.runtime.specialize import must_dispatch
+from ..ops.runtime.specialize import sequence
 from ..recipe import Recipe
 from ..tensor.base import MasterBase
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
 from .backward import FP8Function, Gradients, run_backward
-from .plan import Plan, autocast_dtype, kind_of_backward, plan_matmul, sequence
+from .plan import Plan, autocast_dtype, plan_matmul
 from .products import DENSE, Dense, Grouped, Saved, product_of, saved_of
 from .saved_weight import SavedWeight, hold_cast
 from .shared_cast import this_thread
@@ -196,8 +196,7 @@ class FP8Linear(FP8Function):
                 w_read: Any = weight.cache.master
             else:
                 w_read, w_saved, ctx.weight = p.weight(w, plan)
-            run = sequence(_fprop, plan, x_row is None)
-            y, x_col, w_col = run(x, x_row, w_read, bias, offs, plan)
+            y, x_col, w_col = _fprop(x, x_row, w_read, bias, offs, plan)
             if plan.casts_weight:
                 w_saved, ctx.weight = hold_cast(weight, plan, w_col)
             x_saved = x_saved or saved_of(x, x_col, plan)
@@ -221,6 +220,7 @@ def _given(x: Tensor, cast: tuple[Tensor, ...], plan: Plan) -> tuple[Quantized, 
     return Quantized(cast[0], cast[1], plan.format), saved_of(x, x_col, plan)
 
 
+@sequence
 def _fprop(
     x: Tensor,
     x_row: Quantized | None,
@@ -241,6 +241,7 @@ def _fprop(
     return product.fprop(x_row, w, bias, plan), x_col, w_col
 
 
+@sequence
 def _dgrad_and_wgrad(
     grad: Tensor, x: Quantized, w: Quantized, offs: Tensor | None, plan: Plan
 ) -> tuple[Tensor, Tensor]:
@@ -274,12 +275,10 @@ def _gradients(ctx: Any, saved: Sequence[Tensor], grads: list[Any], asked: list[
         and needs_dw
         and ctx.product is None
         and isinstance(weight[0], BlockwiseFP8Weight)
-        and not must_dispatch(grad)
     ):
         w_col = read.columnwise(weight, True)
         flat = grad if grad.ndim == 2 else grad.reshape(-1, grad.shape[-1])
-        run = sequence(_dgrad_and_wgrad, plan, kind_of_backward(flat, x, offs))
-        dx, dw = run(flat, x, w_col, offs, plan)
+        dx, dw = _dgrad_and_wgrad(flat, x, w_col, offs, plan)
         return dx if grad.ndim == 2 else dx.view(plan.x_shape), dw, dbias, *rest
     g_row, g = product.grad_forms(grad, plan, needs_dx, needs_dw)
     del grad  # its forms are enough

@@ -24,6 +24,7 @@ from tests.support.gated import (
     Kind,
     N,
     assert_bits,
+    before,
     every_kind,
     results,
     unfused,
@@ -52,7 +53,8 @@ def test_bits(kind: Kind, recipe: Recipe, recompute: bool, device: torch.device)
 def test_sequences(frozen: Any, way_of_linears: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A forward that casts all weights is one, a backward that computes all gradients another."""
     ran: list[str] = []
-    monkeypatch.setattr(gated_mlp, "sequence", lambda run, *kind: ran.append(run.__name__) or run)
+    for name in ("_cast_and_fprop", "_of_forms"):
+        before(monkeypatch, gated_mlp, name, lambda *_, name=name: ran.append(name))
     results(functional.gated_mlp, randn(9, K, grad=True), weights(frozen=frozen))
     of_all = ["_cast_and_fprop", "_of_forms"] if way_of_linears == "sequence" else []
     assert ran == of_all[: 2 - len(frozen)]

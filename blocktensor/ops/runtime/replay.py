@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..formats import ceil_div
+from . import check_recordings
 from .launch import current_stream, watch_launches  # noqa: F401 (players call current_stream)
 from .triton_compat import launcher
 
@@ -61,6 +62,8 @@ class Replay:
             kernels = [launcher.raw_kernel(*launch) for launch in launches]
             sized = [launch.sized.data_ptr() for launch, _ in launches if launch.sized is not None]
             self.player = _player(self._function, args, watch.allocated, sized, kernels, result)
+            if check_recordings.ENABLED:
+                self.player = check_recordings.checked(self._function, self.player)
         except (_NotRepeatable, launcher.Unsupported):
             self.player = self._function
         return result

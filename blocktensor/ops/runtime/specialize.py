@@ -8,6 +8,7 @@ and finds the decision under one key afterwards. Where the decision is a sequenc
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
@@ -31,7 +32,6 @@ PLAIN = (Tensor, nn.Parameter)
 """Types of tensors that have memory: neither fake nor wrappers."""
 
 Result = TypeVar("Result")
-KeyOf = Callable[[tuple[Any, ...]], Hashable]
 
 # The dictionary of os.environ, if it has one: a read through os.environ takes a microsecond.
 _environment: Any = getattr(os.environ, "_data", os.environ)
@@ -55,7 +55,11 @@ def must_dispatch(x: Tensor) -> bool:
 
 
 def key_of(args: tuple[Any, ...]) -> Hashable:
-    """Return the layouts of all tensors and casts, and all other arguments.
+    """Return the layouts of all tensors, in casts and tuples too, and all other arguments.
+
+    A layout is all that a decision may depend on: sizes, strides, dtype, the address modulo 16 and
+    the device. Rows in groups, which an int32 vector of ends says, count in whole steps
+    (:func:`_key_of_groups`).
 
     Written for host time: every eager op builds one key.
     """
@@ -68,30 +72,43 @@ def key_of(args: tuple[Any, ...]) -> Hashable:
             key += (scale.shape, scale.stride(), scale.dtype, scale.data_ptr() & 15, scale.device)
             key.append(format)
         elif kind in PLAIN or isinstance(x, Tensor):
-            key += (x.shape, x.stride(), x.dtype, x.data_ptr() & 15, x.device)
+            dtype = x.dtype
+            if dtype is _ENDS:
+                return _key_of_groups(args)
+            key += (x.shape, x.stride(), dtype, x.data_ptr() & 15, x.device)
+        elif kind is tuple:
+            key.append(key_of(x))
         else:
             key.append(x)
     return tuple(key)
 
 
-def key_in_steps(args: tuple[Any, ...]) -> Hashable:
-    """Return :func:`key_of`, with the number of rows in groups rounded up to whole steps.
+_ENDS = torch.int32
+"""The dtype of the ends of groups, and of no other argument of an op."""
 
-    Matrices have that number of rows if there is also a vector, the ends of the groups. After a
-    :class:`Quantized` as the first argument, an integer is the number.
+
+def _key_of_groups(args: tuple[Any, ...]) -> Hashable:
+    """Return :func:`key_of` for rows in groups, whose number is rounded up to whole steps.
+
+    The number of rows is that of the first argument or, if it is no tensor, the first integer.
+    Matrices in high precision have exactly as many; casts already have whole steps of rows.
     """
-    if type(args[0]) is Quantized:
-        return key_of(tuple([group_rows(x) if type(x) is int else x for x in args]))
-    key: list[Any] = []
-    rows, in_groups = sum(args[0].shape[:1]), False
+    if isinstance(args[0], Tensor):
+        rows = args[0].shape[0]
+    else:
+        rows = next((x for x in args if type(x) is int), -1)
+    key: list[Any] = [group_rows(rows)]
     for x in args:
         if isinstance(x, Tensor):
-            in_groups |= x.ndim == 1
-            size = (x.shape[0] - rows, x.shape[1]) if x.ndim == 2 else x.shape
+            size: Any = x.shape
+            if x.ndim == 2 and size[0] == rows:
+                size = "rows", size[1]
             key += (size, x.stride(), x.dtype, x.data_ptr() & 15, x.device)
+        elif type(x) is int and x == rows:
+            key.append("rows")
         else:
-            key.append(x)
-    return group_rows(rows) if in_groups else rows, *key
+            key.append(key_of((x,)))
+    return tuple(key)
 
 
 class Specialized(Generic[Result]):
@@ -101,18 +118,16 @@ class Specialized(Generic[Result]):
         decide: takes the arguments of a call, returns the function that runs calls of its kind. An
             exception reaches the caller, and nothing is remembered.
         dispatch: called instead if the first argument must go through the dispatcher.
-        key: returns the part of the arguments that ``decide`` and its result may depend on. They
-            may also depend on ``BLOCKTENSOR_GEMM``.
+
+    Decisions may depend on :func:`key_of` the arguments and on ``BLOCKTENSOR_GEMM``.
 
     Threads may share one: two that meet a new kind together both decide, and either result serves.
     """
 
-    __slots__ = ("_decide", "_dispatch", "_key", "_table")
+    __slots__ = ("_decide", "_dispatch", "_table")
 
-    def __init__(
-        self, decide: Callable[..., Result], dispatch: Any = None, key: KeyOf = key_of
-    ) -> None:
-        self._decide, self._dispatch, self._key = decide, dispatch, key
+    def __init__(self, decide: Callable[..., Result], dispatch: Any = None) -> None:
+        self._decide, self._dispatch = decide, dispatch
         self._table: dict[Hashable, Result] = {}
 
     def __call__(self, *args: Any) -> Any:
@@ -124,7 +139,7 @@ class Specialized(Generic[Result]):
             return self._dispatch(*args)
         if this_thread.watch is not None:
             return self.run(*args)
-        run: Any = self._table.get((self._key(args), _environment.get(_VARIABLE)))
+        run: Any = self._table.get((key_of(args), _environment.get(_VARIABLE)))
         return self.run(*args) if run is None else run(*args)
 
     def run(self, *args: Any) -> Any:
@@ -138,7 +153,7 @@ class Specialized(Generic[Result]):
 
     def find(self, *args: Any) -> Result:
         """Return the decision for calls like this one."""
-        return self.find_by(self._key(args), *args)
+        return self.find_by(key_of(args), *args)
 
     def find_by(self, key: Hashable, *args: Any) -> Result:
         """Run :meth:`find` with a key that says as much of ``args`` as the decision depends on."""
@@ -170,6 +185,26 @@ def watching(watch: Callable[..., None] | None) -> Iterator[Any]:
         yield outer
     finally:
         this_thread.watch = outer
+
+
+SEQUENCES: list[Specialized[Any]] = []
+"""The recordings of every sequence."""
+
+
+def sequence(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a function that calls several ops: record it once for calls of one kind.
+
+    The kind is :func:`key_of` all arguments. While ops are watched or must go through the
+    dispatcher, the function itself runs.
+    """
+    table = Specialized(lambda *args: recorded(function), function)
+    SEQUENCES.append(table)
+
+    @functools.wraps(function)
+    def run(*args: Any) -> Any:
+        return (table if this_thread.watch is None else function)(*args)
+
+    return run
 
 
 def recorded(function: Callable[..., Any], launches: bool = True) -> Callable[..., Any]:

@@ -14,7 +14,7 @@ from blocktensor.ops import formats, reference
 from blocktensor.ops.cast import gluon_columnwise, ops, triton_cast
 from blocktensor.ops.formats import ACTIVATION_FORMATS, BLOCKS_1X128, BLOCKS_128X128, BlockFormat
 from blocktensor.ops.op import OPS
-from blocktensor.ops.runtime.specialize import key_in_steps
+from blocktensor.ops.runtime.specialize import key_of
 from tests.support.groups import drawn, ends, filled, first
 from tests.support.numeric import DTYPES, KINDS, assert_same_forms, values
 
@@ -64,7 +64,7 @@ def test_rows_within_a_step_share_a_recording() -> None:
     for rows in (*range(260, 510, 23), 512):
         check(ops, torch.randn(rows, 256, device=CUDA).bfloat16(), (rows - 200, 150))
     x = torch.randn(300, 256, device=CUDA).bfloat16()
-    key = (key_in_steps((x, ends(100, 150, device=CUDA), BLOCKS_1X128, BLOCKS_1X128)), None)
+    key = (key_of((x, ends(100, 150, device=CUDA), BLOCKS_1X128, BLOCKS_1X128)), None)
     recording: Any = OPS["quantize_grouped"]._table[key]
     assert recording.player not in (None, recording._function)
 

@@ -52,13 +52,69 @@ def test_each_kind_is_decided_once_until_it_is_forgotten() -> None:
 
 
 def test_numbers_of_rows_in_groups_are_told_apart_by_steps() -> None:
-    key, ends = specialize.key_in_steps, torch.zeros(3, dtype=torch.int32)
+    key, ends = specialize.key_of, torch.zeros(3, dtype=torch.int32)
     x, one_more, more = (torch.rand(rows, 8) for rows in (300, 301, 600))
     assert key((x, ends)) == key((one_more, ends)) != key((more, ends))
     assert key((x, x, ends)) == key((one_more, one_more, ends)) != key((x, one_more, ends))
     assert key((x, x)) != key((one_more, one_more))  # of no groups
     form = Quantized(x, x, BLOCKS_1X128)
     assert key((form, ends, 300)) == key((form, ends, 301)) != key((form, ends, 600))
+    # a cast has its own rows, whole steps of them; so has a matrix with a row for each group
+    other = Quantized(one_more, one_more, BLOCKS_1X128)
+    bias = torch.rand(3, 8)
+    assert key((x, form, ends)) != key((one_more, other, ends))
+    assert key((x, form, ends)) == key((one_more, form, ends))
+    assert key((x, bias, ends)) == key((one_more, bias, ends)) != key((x, bias[:2], ends))
+    assert key((x, ends, (form, None))) != key((x, ends, (other, None)))
+    assert key((x, ends, 5)) != key((x, ends, 6))
+    assert key((x, ends)) != key((x, ends[:2]))
+
+
+class Repeated:
+    """Stands for a recording: says which call it was made of."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+
+    def __call__(self, *args: Any) -> Any:
+        return self, self.function(*args)
+
+
+def test_a_sequence_has_a_recording_for_each_kind_of_all_its_arguments(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(specialize, "recorded", Repeated)
+    run = specialize.sequence(lambda x, form, factors: x.sum())
+    x, y = torch.rand(4, 4), torch.rand(9)
+    form = Quantized(x, y[:8], BLOCKS_1X128)
+    calls = [
+        (x, form, (True, False)),
+        (x, form, (True, True)),
+        (x.t(), form, (True, False)),
+        (x, form._replace(scale=y[1:]), (True, False)),
+        (x, form._replace(scale=y[::2]), (True, False)),
+        (x, form._replace(data=x.t()), (True, False)),
+        (x, form._replace(format=BLOCKS_128X128), (True, False)),
+        (x, None, (True, False)),
+    ]
+    recordings = [run(*call)[0] for call in calls]
+    assert len({id(each) for each in recordings}) == len(calls)
+    assert [run(*call)[0] for call in calls] == recordings
+    monkeypatch.setenv(GEMM_VARIABLE, "reference")
+    assert run(*calls[0])[0] not in recordings
+
+
+def test_a_sequence_that_is_watched_or_dispatched_runs_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(specialize, "recorded", Repeated)
+    run, x = specialize.sequence(lambda x: x * 2), torch.rand(2)
+    with specialize.watching(lambda *_: None):
+        assert torch.equal(run(x), x * 2)
+    with Trace():
+        assert torch.equal(run(x), x * 2)
+    assert run(x.to("meta")).is_meta
+    assert isinstance(run(x), tuple)
 
 
 @pytest.mark.parametrize(("factor", "said", "decided"), [(0, "factor 0", 0), (-1, "negative", 1)])
