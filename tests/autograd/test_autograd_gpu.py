@@ -21,6 +21,7 @@ from tests.support.models import linear, randn
 pytestmark = pytest.mark.gpu
 
 
+@pytest.mark.unchecked
 def test_peak_memory_is_lower_by_the_bf16_copy_of_x() -> None:
     m, n, k = 4096, 18432, 7168
 
@@ -118,6 +119,7 @@ def test_norms(kind: Any) -> None:
         assert_bits(got, want)
 
 
+@pytest.mark.unchecked
 def test_nothing_of_h_is_allocated_in_high_precision() -> None:
     """A forward under no_grad holds gate, up, 1 byte of h for each element and one weight."""
     rows, k, hidden = 4096, 1024, 8192

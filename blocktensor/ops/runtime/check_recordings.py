@@ -123,7 +123,8 @@ def _tensors(values: Any) -> list[Tensor]:
 
 
 def _bytes(x: Tensor) -> Tensor:
-    return x.detach().contiguous().reshape(-1).view(torch.uint8)
+    flat = x.detach().clone(memory_format=torch.contiguous_format).reshape(-1)
+    return flat.view(torch.uint8)
 
 
 def _same_bytes(x: Tensor, y: Tensor) -> bool:
