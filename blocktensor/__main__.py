@@ -33,6 +33,7 @@ OPTIONAL = ("triton", "safetensors", "numpy", "transformers", "accelerate", "pef
 """Packages that some part works with."""
 
 VARIABLES = (
+    "BLOCKTENSOR_CHECK_RECORDINGS",
     "BLOCKTENSOR_FAST_PATH",
     "BLOCKTENSOR_GEMM",
     "TRITON_INTERPRET",
