@@ -17,7 +17,7 @@ from ..ops import checks
 from ..ops.formats import group_rows
 from ..ops.runtime import check_recordings
 from ..ops.runtime.launch import this_thread
-from ..ops.runtime.specialize import PLAIN, Specialized, must_dispatch
+from ..ops.runtime.specialize import PLAIN, Decisions, must_dispatch
 from ..recipe import DEFAULT_RECIPE, Recipe
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.refusals import check_same_scaling
@@ -137,13 +137,13 @@ def plan_matmul(
     key = _key(x, w, bias, recipe, offs)
     if key is None:
         return Plan(x, w, bias, recipe, offs, serves_all=False)
-    plan = _PLANS.find_by(key, x, w, bias, recipe, offs)
+    plan = _PLANS.get(key) or _PLANS.put(key, Plan(x, w, bias, recipe, offs))
     if check_recordings.ENABLED:
         check_recordings.check_plan(plan, Plan(x, w, bias, recipe, offs))
     return plan
 
 
-_PLANS = Specialized(Plan)
+_PLANS = Decisions[Plan]()
 
 
 def _key(

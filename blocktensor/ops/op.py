@@ -29,7 +29,7 @@ from .runtime.specialize import Specialized, recorded
 P = ParamSpec("P")
 R = TypeVar("R")
 
-OPS: dict[str, Specialized[Any]] = {}
+OPS: dict[str, Specialized] = {}
 """The decisions of every declared op, by its name."""
 
 
@@ -131,12 +131,12 @@ def runner(backend: Backend[Any], name: str) -> Callable[..., Any]:
 
 def unregistered(
     reference: Callable[..., Any], backend: Callable[..., Backend[Any]]
-) -> Specialized[Callable[..., Any]]:
+) -> Specialized:
     """Return a reference, run by its backend; compilers see the ops of the reference itself."""
     return Specialized(lambda *args: runner(backend(*args), reference.__name__), reference)
 
 
-def _called(fake: Callable[P, R], table: Specialized[Any]) -> Callable[P, R]:
+def _called(fake: Callable[P, R], table: Specialized) -> Callable[P, R]:
     """Return a function with the signature of ``fake`` that calls ``table``.
 
     It is compiled from text, so that Python itself adds defaults and takes keywords: eager calls

@@ -13,6 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from blocktensor import Recipe
 from blocktensor.autograd import plan
 from blocktensor.ops import reference
+from blocktensor.ops.runtime import build_player
 from tests.support.backends import replace_op
 
 WAYS = ("op by op", "sequence")
@@ -30,7 +31,9 @@ def run_linears(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     else:
         pytest.importorskip("triton")
         monkeypatch.setattr(plan, "RECORDED_DEVICES", ("cpu", "cuda"))
-    monkeypatch.setattr(plan._PLANS, "_table", {})
+        if not torch.cuda.is_available():
+            monkeypatch.setattr(build_player, "player", lambda: None)
+    monkeypatch.setattr(plan._PLANS, "_found", {})
 
 
 @pytest.fixture(params=WAYS)

@@ -20,6 +20,7 @@ from torch.compiler import is_compiling
 
 from ..devices import has_triton
 from ..formats import Quantized, group_rows
+from . import build_player, check_recordings
 from .launch import this_thread
 
 GEMM_VARIABLE = "BLOCKTENSOR_GEMM"
@@ -111,12 +112,74 @@ def _key_of_groups(args: tuple[Any, ...]) -> Hashable:
     return tuple(key)
 
 
-class Specialized(Generic[Result]):
+class Decisions(Generic[Result]):
+    """Decisions by their keys, at most ``MAX_KEYS`` of them."""
+
+    __slots__ = ("_found",)
+
+    def __init__(self) -> None:
+        self._found: dict[Hashable, Result] = {}
+
+    def get(self, key: Hashable) -> Result | None:
+        """Return the decision with this key, if there is one."""
+        return self._found.get((key, _environment.get(_VARIABLE)))
+
+    def put(self, key: Hashable, decision: Result) -> Result:
+        """Remember a decision, in place of the oldest one if there are many, and return it."""
+        while len(self._found) >= MAX_KEYS:
+            self._found.pop(next(iter(tuple(self._found)), None), None)
+        self._found[key, _environment.get(_VARIABLE)] = decision
+        return decision
+
+    def forget(self) -> None:
+        """Forget all decisions."""
+        self._found.clear()
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+
+class _PlainTable:
+    """What ``Table`` of ``player.cpp`` does, where nothing is repeated: on a CPU, say."""
+
+    __slots__ = ("_decisions", "_miss")
+
+    def __init__(self, miss: Callable[..., Any]) -> None:
+        self._miss, self._decisions = miss, Decisions[Callable[..., Any]]()
+
+    def __call__(self, *args: Any) -> Any:
+        return (self._decisions.get(key_of(args)) or self._miss)(*args)
+
+    def put(self, args: tuple[Any, ...], function: Callable[..., Any]) -> None:
+        self._decisions.put(key_of(args), function)
+
+    def forget(self) -> None:
+        self._decisions.forget()
+
+    def __len__(self) -> int:
+        return len(self._decisions)
+
+
+class Recorded:
+    """A function that only allocates and launches kernels, so that its calls can be repeated."""
+
+    __slots__ = ("function",)
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+
+    def __call__(self, *args: Any) -> Any:
+        """Run the function."""
+        return self.function(*args)
+
+
+class Specialized:
     """A function that is decided once for each kind of arguments.
 
     Args:
         decide: takes the arguments of a call, returns the function that runs calls of its kind. An
-            exception reaches the caller, and nothing is remembered.
+            exception reaches the caller, and nothing is remembered. The first call of a function
+            that is :class:`Recorded` is recorded, and later ones repeat it.
         dispatch: called instead if the first argument must go through the dispatcher.
 
     Decisions may depend on :func:`key_of` the arguments and on ``BLOCKTENSOR_GEMM``.
@@ -126,9 +189,9 @@ class Specialized(Generic[Result]):
 
     __slots__ = ("_decide", "_dispatch", "_table")
 
-    def __init__(self, decide: Callable[..., Result], dispatch: Any = None) -> None:
+    def __init__(self, decide: Callable[..., Any], dispatch: Any = None) -> None:
         self._decide, self._dispatch = decide, dispatch
-        self._table: dict[Hashable, Result] = {}
+        self._table: Any = _PlainTable(self._first)
 
     def __call__(self, *args: Any) -> Any:
         """Run the function."""
@@ -137,10 +200,9 @@ class Specialized(Generic[Result]):
             if self._dispatch is None or this_thread.launches is not None:
                 return self.run(*args)
             return self._dispatch(*args)
-        if this_thread.watch is not None:
+        if this_thread.watch is not None or this_thread.launches is not None:
             return self.run(*args)
-        run: Any = self._table.get((key_of(args), _environment.get(_VARIABLE)))
-        return self.run(*args) if run is None else run(*args)
+        return self._table(*args)
 
     def run(self, *args: Any) -> Any:
         """Run the function outside the dispatcher; plainly, as a part of what is being recorded."""
@@ -148,27 +210,36 @@ class Specialized(Generic[Result]):
             with watching(None) as watch:  # not the ops that this one runs
                 watch(self, args)
                 return self.run(*args)
-        run: Any = (self.find if this_thread.launches is None else self._decide)(*args)
-        return run(*args)
+        if this_thread.launches is not None:
+            return self._decide(*args)(*args)
+        return self._table(*args)
 
-    def find(self, *args: Any) -> Result:
-        """Return the decision for calls like this one."""
-        return self.find_by(key_of(args), *args)
+    def _first(self, *args: Any) -> Any:
+        """Decide, run the call, and remember how calls like it run."""
+        function = self._decide(*args)
+        if not isinstance(function, Recorded):
+            self._table.put(args, function)
+            return function(*args)
+        player = build_player.player()
+        if player is None:
+            self._table.put(args, function.function)
+            return function(*args)
+        if isinstance(self._table, _PlainTable):
+            self._table = player.Table(self._first, MAX_KEYS)
+        from .record import record  # needs Triton
 
-    def find_by(self, key: Hashable, *args: Any) -> Result:
-        """Run :meth:`find` with a key that says as much of ``args`` as the decision depends on."""
-        key = key, _environment.get(_VARIABLE)
-        found = self._table.get(key)
-        if found is None:
-            found = self._decide(*args)
-            while len(self._table) >= MAX_KEYS:
-                self._table.pop(next(iter(tuple(self._table)), None), None)
-            self._table[key] = found
-        return found
+        result, recording = record(function.function, args, player)
+        if check_recordings.ENABLED and isinstance(recording, player.Recording):
+            recording = check_recordings.checked(function.function, recording)
+        if isinstance(recording, player.Recording):
+            self._table.put(args, function.function, recording)
+        elif recording is not None:
+            self._table.put(args, recording)
+        return result
 
     def forget(self) -> None:
         """Decide anew for every kind."""
-        self._table.clear()
+        self._table.forget()
 
     def __len__(self) -> int:
         return len(self._table)
@@ -187,7 +258,7 @@ def watching(watch: Callable[..., None] | None) -> Iterator[Any]:
         this_thread.watch = outer
 
 
-SEQUENCES: list[Specialized[Any]] = []
+SEQUENCES: list[Specialized] = []
 """The recordings of every sequence."""
 
 
@@ -210,10 +281,8 @@ def sequence(function: Callable[..., Any]) -> Callable[..., Any]:
 def recorded(function: Callable[..., Any], launches: bool = True) -> Callable[..., Any]:
     """Record the launches of ``function`` once for calls of one kind, then repeat them.
 
-    Unchanged unless it only allocates and ``launches`` Triton kernels (``replay.py``).
+    Unchanged unless it only allocates and ``launches`` Triton kernels (``record.py``).
     """
     if not launches or this_thread.launches is not None or not has_triton():
         return function  # it may be a part of what is being recorded
-    from .replay import Replay  # needs Triton
-
-    return Replay(function)
+    return Recorded(function)

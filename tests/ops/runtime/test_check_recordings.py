@@ -6,6 +6,7 @@ a GPU (``tests/autograd/test_recorded_programs.py``).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from blocktensor.autograd import plan as plans
 from blocktensor.ops.formats import BLOCKS_1X128, Quantized
 from blocktensor.ops.runtime import check_recordings
 from blocktensor.ops.runtime.launch import Launch
-from blocktensor.ops.runtime.replay import Replay
+from blocktensor.ops.runtime.record import record
 from tests.support.fake_driver import (
     Kernel,
     axpy,
@@ -29,6 +30,7 @@ from tests.support.fake_driver import (
     floats,
     launch,
     op,
+    player,
 )
 from tests.support.models import complaint, randn
 
@@ -96,17 +98,21 @@ def in_one_line(kernel: Kernel, x: Any) -> Tensor:
     return out
 
 
+def checked_recording(function: Callable[..., Any], x: Any) -> Callable[..., Any]:
+    _, recording = record(function, (x,), player())
+    return check_recordings.checked(function, recording)
+
+
 @pytest.mark.parametrize("in_a_cast", [False, True])
 def test_a_call_that_repeats_what_is_not_its_recording(in_a_cast: bool) -> None:
     """A recording that one key too coarse would find: of an input with other strides."""
     kernel = Kernel(by_strides, ["source", "target", "rows", "stride"])
-    run = Replay(lambda x: in_one_line(kernel, x))
 
     def given(x: Tensor) -> Any:
         return Quantized(x, draw(1), BLOCKS_1X128) if in_a_cast else x
 
     x = draw(16)
-    run(given(x[:8]))
+    run = checked_recording(lambda x: in_one_line(kernel, x), given(x[:8]))
     assert torch.equal(run(given(x[:8])), x[:8])
     said = complaint(RuntimeError, lambda: run(given(x[::2]))).replace("\n", " ")
     assert said.startswith("a recorded call of ")
@@ -122,8 +128,7 @@ def test_another_layout_of_a_result_is_a_difference() -> None:
         return out
 
     kernel, x = Kernel(axpy_body, ["x", "y", "out", "count", "factor", "FLAG"]), draw(16)
-    run = Replay(lambda x: rows_of(kernel, x))
-    run(x[:8])
+    run = checked_recording(lambda x: rows_of(kernel, x), x[:8])
     said = complaint(RuntimeError, lambda: run(x[::2])).replace("\n", " ")
     assert "result 0: float32 [8] strides [1] address" in said
     assert "and float32 [8] strides [2] address" in said
