@@ -237,8 +237,8 @@ def test_a_circle_is_found(back: bool) -> None:
         ("ops.gemm.ops", "ops.cast", True),
         ("ops.gemm.hopper.launch", "ops.gemm.ops", False),
         ("ops.gemm.ops", "ops.gemm.hopper.launch", True),
-        ("ops.formats", "ops.runtime.replay", False),
-        ("ops.runtime.replay", "ops.formats", True),
+        ("ops.formats", "ops.runtime.record", False),
+        ("ops.runtime.record", "ops.formats", True),
     ],
 )
 def test_an_upward_arrow_is_found(module: str, target: str, allowed: bool) -> None:

@@ -56,7 +56,7 @@ class Compiled(SimpleNamespace):
 class Config(ctypes.Structure):
     """``CUlaunchConfig``."""
 
-    _fields_ = [  # noqa: RUF012
+    _fields_ = [
         *((f"{what}_{axis}", ctypes.c_uint) for what in ("grid", "block") for axis in "xyz"),
         ("shared", ctypes.c_uint),
         ("stream", ctypes.c_void_p),
@@ -68,7 +68,7 @@ class Config(ctypes.Structure):
 class Map(ctypes.Structure):
     """As much of a tensor map as kernels here read."""
 
-    _fields_ = [("address", ctypes.c_uint64), ("size", ctypes.c_uint64)]  # noqa: RUF012
+    _fields_ = [("address", ctypes.c_uint64), ("size", ctypes.c_uint64)]
 
 
 FUNCTIONS: dict[int, Callable[[Any, Any], None]] = {}
@@ -130,9 +130,7 @@ class Kernel:
             signature = {name: kind_of(values[name]) for name in self.arg_names}
             described = [METADATA for kind in signature.values() if "tensordesc" in kind]
             self.body(*(x for arg in args for x in expand(arg)))
-            metadata = SimpleNamespace(
-                tensordesc_meta=described, num_warps=4, num_ctas=1, shared=0
-            )
+            metadata = SimpleNamespace(tensordesc_meta=described, num_warps=4, num_ctas=1, shared=0)
             compiled = Compiled(
                 src=SimpleNamespace(signature=signature),
                 function=next(self._addresses),

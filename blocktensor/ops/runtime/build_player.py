@@ -14,6 +14,7 @@ import importlib.machinery
 import importlib.util
 import os
 import shutil
+import stat
 import subprocess
 import sys
 import sysconfig
@@ -48,6 +49,8 @@ class CannotBuild(Exception):
 @functools.cache
 def player() -> Any:
     """Return the module of ``player.cpp``; None if there is none, after one warning."""
+    if os.environ.get(SWITCH) == "0":
+        return None
     try:
         return load()
     except CannotBuild as error:
@@ -77,12 +80,12 @@ def load() -> Any:
     Raises:
         CannotBuild: no compiler, no place to write, or an error of the compiler or the loader.
     """
-    import triton
-
-    loaded = module(built())
     try:
+        import triton
+
+        loaded = module(built())
         loaded.load(triton.knobs.runtime)
-    except RuntimeError as error:
+    except (ImportError, RuntimeError) as error:
         raise CannotBuild(str(error).partition("\n")[0]) from error
     return loaded
 
@@ -118,7 +121,7 @@ def built() -> Path:
             return path
         with contextlib.suppress(OSError), _locked(folder):
             if not path.exists():
-                _compile(compiler, path)
+                _compile(_command(compiler), path)
             return path
     raise CannotBuild(f"no folder can be written to; set {CACHE_VARIABLE}")
 
@@ -128,9 +131,20 @@ def _folders() -> Iterator[Path]:
     chosen = os.environ.get(CACHE_VARIABLE)
     if chosen:
         yield Path(chosen)
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    yield Path(cache) / "blocktensor"
-    # a home that cannot be written to: a folder of this process alone, which nobody can plant
+    cache = os.environ.get("XDG_CACHE_HOME")
+    with contextlib.suppress(RuntimeError):  # of a user without a home
+        yield (Path(cache) if cache else Path.home() / ".cache") / "blocktensor"
+    # a home that cannot be written to: a folder of this user, in which nobody else plants a file
+    shared = Path(tempfile.gettempdir()) / f"blocktensor-{os.getuid()}"
+    with contextlib.suppress(OSError):
+        shared.mkdir(mode=0o700, exist_ok=True)
+        found = shared.lstat()
+        if (
+            found.st_uid == os.getuid()
+            and stat.S_ISDIR(found.st_mode)
+            and not found.st_mode & 0o077
+        ):
+            yield shared
     yield Path(tempfile.mkdtemp(prefix="blocktensor-"))
 
 
@@ -140,7 +154,9 @@ def _compiler() -> str:
         found = shutil.which(name)
         if found is not None:
             return found
-    raise CannotBuild(f"no C++ compiler was found (${'CXX' if named else 'CXX, c++, g++, clang++'})")
+    raise CannotBuild(
+        f"no C++ compiler was found (${'CXX' if named else 'CXX, c++, g++, clang++'})"
+    )
 
 
 def _include_folders() -> list[str]:
@@ -157,11 +173,9 @@ def _fingerprint(compiler: str) -> str:
     parts = (
         SOURCE.read_text(),
         torch.__version__,
-        str(torch._C._GLIBCXX_USE_CXX11_ABI),
         sys.implementation.cache_tag,
         sysconfig.get_platform(),
-        compiler,
-        *_include_folders(),
+        *_command(compiler),
     )
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
 
@@ -183,7 +197,18 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
 
 
-def _compile(compiler: str, path: Path) -> None:
+def _command(compiler: str) -> list[str]:
+    """Return the command that compiles, but for the standard and the output."""
+    of_torch = Path(torch.__file__).parent
+    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"
+    options = ["-O2", "-w", "-shared", "-fPIC", f"-DTORCH_EXTENSION_NAME={MODULE}", abi]
+    includes = [f"-I{folder}" for folder in _include_folders()]
+    # torch has loaded its libraries already: they are found by their names
+    libraries = [f"-L{of_torch / 'lib'}", "-ltorch_python", "-ltorch_cpu", "-lc10"]
+    return [compiler, *options, *includes, str(SOURCE), *libraries]
+
+
+def _compile(command: list[str], path: Path) -> None:
     """Compile into a file of this process, then move it to ``path``, which is then whole."""
     print(
         f"blocktensor: compiling {SOURCE.name} once for torch {torch.__version__} "
@@ -191,16 +216,12 @@ def _compile(compiler: str, path: Path) -> None:
         file=sys.stderr,
     )
     part = path.with_name(f"{path.stem}-{os.getpid()}.part")
-    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"
-    includes = [f"-I{folder}" for folder in _include_folders()]
-    options = ["-O2", "-w", "-shared", "-fPIC", f"-DTORCH_EXTENSION_NAME={MODULE}", abi]
-    # loaded by torch already: found by their names
-    of_torch = [f"-L{Path(torch.__file__).parent / 'lib'}", "-ltorch_python", "-ltorch_cpu", "-lc10"]
     said = ""
     try:
         for standard in STANDARDS:
-            command = [compiler, f"-std={standard}", *options, *includes, str(SOURCE), *of_torch]
-            made = subprocess.run([*command, "-o", str(part)], capture_output=True, text=True)
+            made = subprocess.run(
+                [*command, f"-std={standard}", "-o", str(part)], capture_output=True, text=True
+            )
             if made.returncode == 0:
                 os.replace(part, path)
                 return
@@ -208,4 +229,4 @@ def _compile(compiler: str, path: Path) -> None:
     finally:
         part.unlink(missing_ok=True)
     error = next((line for line in said.splitlines() if "error" in line), said[-200:])
-    raise CannotBuild(f"{compiler} cannot compile {SOURCE}: {error}")
+    raise CannotBuild(f"{command[0]} cannot compile {SOURCE}: {error}")

@@ -1,5 +1,5 @@
 // Repeats recorded calls: finds the recording of a call by the layouts of all its arguments,
-// allocates, and launches. Python decides and records (replay.py); nothing here knows an op.
+// allocates, and launches. Python decides and records (record.py); nothing here knows an op.
 //
 // Built at first use for the torch and Python that are installed (build_player.py).
 
@@ -68,9 +68,9 @@ void check(CUresult result, const char* what) {
 // Keys: everything that a call gets
 
 constexpr Word kGroupStep = 256;  // GROUP_STEP of ops/formats.py
-constexpr Word kRowsOfCall = -7;  // stands for the number of rows in groups
+constexpr Word kRowsOfCall = -1;  // stands for a first size that is the number of rows in groups
 
-enum Tag : Word { kTensor = 1, kTuple, kInt, kFloat, kText, kObject };
+enum Tag : Word { kTensor = 1, kTuple, kInt, kRowsInt, kFloat, kText, kObject };
 
 struct Call {
   Words words;
@@ -81,9 +81,8 @@ struct Call {
 
   // Return false if an argument is a tensor without memory or of another type.
   bool read(PyObject* const* args, size_t count) {
-    if (const char* backend = std::getenv("BLOCKTENSOR_GEMM")) {
-      words.push_back(Word(std::hash<std::string>{}(backend)));
-    }
+    const char* backend = std::getenv("BLOCKTENSOR_GEMM");
+    add_text(backend ? backend : "", backend ? std::strlen(backend) : 0);
     for (size_t i = 0; i < count && rows < 0; ++i) {
       if (i == 0 && THPVariable_CheckExact(args[0])) {
         const auto& first = THPVariable_Unpack(args[0]);
@@ -96,9 +95,7 @@ struct Call {
       in_groups = THPVariable_CheckExact(args[i]) &&
           THPVariable_Unpack(args[i]).scalar_type() == at::kInt;
     }
-    if (in_groups) {
-      words.push_back((rows + kGroupStep - 1) / kGroupStep);
-    }
+    words.push_back(in_groups ? (rows + kGroupStep - 1) / kGroupStep : -1);
     for (size_t i = 0; i < count; ++i) {
       if (!add(args[i], in_groups)) {
         return false;
@@ -125,7 +122,14 @@ struct Call {
     }
     if (PyLong_CheckExact(x)) {
       Word value = PyLong_AsLongLong(x);
-      words.append({kInt, by_rows && value == rows ? kRowsOfCall : value});
+      if (value == -1 && PyErr_Occurred()) {
+        throw python_error();
+      }
+      if (by_rows && value == rows) {
+        words.push_back(kRowsInt);
+      } else {
+        words.append({kInt, value});
+      }
       return true;
     }
     if (PyFloat_CheckExact(x)) {
@@ -141,10 +145,7 @@ struct Call {
       if (!text) {
         throw python_error();
       }
-      words.append({kText, size});
-      for (Py_ssize_t i = 0; i < size; ++i) {
-        words.push_back(text[i]);
-      }
+      add_text(text, size_t(size));
       return true;
     }
     if (PyType_IsSubtype(Py_TYPE(x), reinterpret_cast<PyTypeObject*>(THPVariableClass))) {
@@ -153,6 +154,13 @@ struct Call {
     words.append({kObject, reinterpret_cast<Word>(x)});
     objects.push_back(x);
     return true;
+  }
+
+  void add_text(const char* text, size_t size) {
+    words.append({kText, Word(size)});
+    for (size_t i = 0; i < size; ++i) {
+      words.push_back(text[i]);
+    }
   }
 
   bool add_tensor(const at::Tensor& x, bool by_rows) {

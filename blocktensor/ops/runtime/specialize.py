@@ -3,7 +3,7 @@
 The checks of an op, its backend and its launches depend on shapes, strides, dtypes, alignment and
 device, never on values. A :class:`Specialized` function decides them at the first call of a kind
 and finds the decision under one key afterwards. Where the decision is a sequence of launches,
-``replay.py`` records and repeats it.
+``record.py`` records it and ``player.cpp`` repeats it.
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch

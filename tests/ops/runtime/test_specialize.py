@@ -13,7 +13,13 @@ from torch import Tensor, nn
 from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_128X128, Quantized
 from blocktensor.ops.runtime import specialize
 from blocktensor.ops.runtime.launch import watch_launches
-from blocktensor.ops.runtime.specialize import GEMM_VARIABLE, Recorded, Specialized, forced_gemm, recorded
+from blocktensor.ops.runtime.specialize import (
+    GEMM_VARIABLE,
+    Recorded,
+    Specialized,
+    forced_gemm,
+    recorded,
+)
 from tests.support.models import Trace
 
 

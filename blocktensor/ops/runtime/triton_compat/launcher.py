@@ -49,7 +49,8 @@ def kernel_of(launch: Launch, compiled: Any) -> Kernel:
     Raises:
         Unsupported: only Triton's ordinary launch can launch it.
     """
-    run, metadata = getattr(compiled, "run", None), getattr(compiled, "metadata", None)
+    run: Any = getattr(compiled, "run", None)
+    metadata: Any = getattr(compiled, "metadata", None)
     if not isinstance(run, _driver().CudaLauncher):
         raise Unsupported(f"not a compiled CUDA kernel: {type(compiled)}")
     if run.global_scratch_size or run.profile_scratch_size or launch.kernel.pre_run_hooks:

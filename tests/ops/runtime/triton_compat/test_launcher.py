@@ -1,4 +1,4 @@
-"""What the fast launcher asks of Triton, and what becomes of kernels where the answer is no."""
+"""What recordings ask of Triton, and what becomes of kernels where the answer is no."""
 
 from __future__ import annotations
 
