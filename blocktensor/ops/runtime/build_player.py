@@ -19,6 +19,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import threading
 import time
 import warnings
 from collections.abc import Iterator
@@ -46,9 +47,17 @@ class CannotBuild(Exception):
     """Raised if ``player.cpp`` cannot be compiled or loaded; the message says why."""
 
 
-@functools.cache
+_LOCK = threading.Lock()
+
+
 def player() -> Any:
     """Return the module of ``player.cpp``; None if there is none, after one warning."""
+    with _LOCK:  # threads may record their first calls together
+        return _player()
+
+
+@functools.cache
+def _player() -> Any:
     if os.environ.get(SWITCH) == "0":
         return None
     try:
@@ -85,7 +94,7 @@ def load() -> Any:
 
         loaded = module(built())
         loaded.load(triton.knobs.runtime)
-    except (ImportError, RuntimeError) as error:
+    except (ImportError, AttributeError, RuntimeError) as error:
         raise CannotBuild(str(error).partition("\n")[0]) from error
     return loaded
 

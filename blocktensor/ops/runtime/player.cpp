@@ -72,6 +72,11 @@ constexpr Word kRowsOfCall = -1;  // stands for a first size that is the number 
 
 enum Tag : Word { kTensor = 1, kTuple, kInt, kRowsInt, kFloat, kText, kObject };
 
+bool is_tensor(PyObject* x) {
+  return THPVariable_CheckExact(x) ||
+      PyType_IsSubtype(Py_TYPE(x), reinterpret_cast<PyTypeObject*>(THPVariableClass));
+}
+
 struct Call {
   Words words;
   Tensors tensors;  // in the order of a traversal of the arguments
@@ -84,7 +89,7 @@ struct Call {
     const char* backend = std::getenv("BLOCKTENSOR_GEMM");
     add_text(backend ? backend : "", backend ? std::strlen(backend) : 0);
     for (size_t i = 0; i < count && rows < 0; ++i) {
-      if (i == 0 && THPVariable_CheckExact(args[0])) {
+      if (i == 0 && is_tensor(args[0])) {
         const auto& first = THPVariable_Unpack(args[0]);
         rows = first.dim() ? first.size(0) : 0;
       } else if (PyLong_CheckExact(args[i])) {
@@ -92,7 +97,7 @@ struct Call {
       }
     }
     for (size_t i = 0; i < count && !in_groups; ++i) {
-      in_groups = THPVariable_CheckExact(args[i]) &&
+      in_groups = is_tensor(args[i]) &&
           THPVariable_Unpack(args[i]).scalar_type() == at::kInt;
     }
     words.push_back(in_groups ? (rows + kGroupStep - 1) / kGroupStep : -1);
@@ -105,7 +110,7 @@ struct Call {
   }
 
   bool add(PyObject* x, bool by_rows) {
-    if (THPVariable_CheckExact(x)) {
+    if (is_tensor(x)) {
       return add_tensor(THPVariable_Unpack(x), by_rows);
     }
     if (PyTuple_Check(x)) {
@@ -148,9 +153,6 @@ struct Call {
       add_text(text, size_t(size));
       return true;
     }
-    if (PyType_IsSubtype(Py_TYPE(x), reinterpret_cast<PyTypeObject*>(THPVariableClass))) {
-      return false;
-    }
     words.append({kObject, reinterpret_cast<Word>(x)});
     objects.push_back(x);
     return true;
@@ -164,7 +166,11 @@ struct Call {
   }
 
   bool add_tensor(const at::Tensor& x, bool by_rows) {
-    if (!x.has_storage() || x.is_meta() || x.is_neg() || x.is_conj()) {
+    static const c10::DispatchKeySet of_wrappers(
+        {c10::DispatchKey::Python, c10::DispatchKey::Functionalize, c10::DispatchKey::Negative,
+         c10::DispatchKey::Conjugate});
+    bool is_wrapper = x.key_set().has_any(of_wrappers);
+    if (is_wrapper || !x.has_storage() || x.is_meta()) {
       return false;
     }
     auto sizes = x.sizes();

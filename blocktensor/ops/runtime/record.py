@@ -13,10 +13,13 @@ special handling.
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -58,8 +61,21 @@ def record(function: Callable[..., Any], args: tuple[Any, ...], player: Any) -> 
             raise NotRepeatable(f"it runs {watch.others[0]}")
         call = _Call(args, given, watch.allocated, launches, result)
         return result, player.Recording(*call.as_data())
+    except launcher.UnknownTriton as error:
+        _warn_once(str(error))
+        return result, function
     except (NotRepeatable, launcher.Unsupported):
         return result, function
+
+
+@functools.cache
+def _warn_once(reason: str) -> None:
+    warnings.warn(
+        f"blocktensor: kernels are launched by Triton itself, which takes several times the host "
+        f"time: Triton {triton.__version__} describes them in another way than 3.6 to 3.9 "
+        f"({reason}). Results are the same",
+        stacklevel=2,
+    )
 
 
 class _Watch(TorchDispatchMode):

@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 
 from blocktensor.ops.runtime import build_player
 from blocktensor.ops.runtime.build_player import CACHE_VARIABLE, SWITCH, CannotBuild
-from tests.support.fake_driver import axpy, draw, fake_driver, op
+from tests.support.fake_driver import axpy, draw, fake_driver, op, player
 
 __all__ = ["fake_driver"]
 
@@ -26,6 +26,7 @@ __all__ = ["fake_driver"]
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder that the compiled file is kept in."""
+    player()  # that of other tests, from its own folder
     folder = tmp_path / "cache"
     monkeypatch.setenv(CACHE_VARIABLE, str(folder))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
@@ -36,6 +37,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
     """A compiler that takes a while and writes its command; returns the commands so far."""
+    player()
     script, log = tmp_path / "compiler", tmp_path / "commands"
     steps = [
         "#!/bin/sh",
@@ -100,14 +102,16 @@ def test_a_folder_that_cannot_be_written_to_is_passed_over(cache: Path, tmp_path
     assert build_player.built() == path  # not compiled again by the next process
 
 
-PLAYER, LOAD = build_player.player, build_player.load
+PLAYER = build_player.player
 
 
 @pytest.fixture
 def not_loaded(fake_driver: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the process load the compiled file anew."""
-    monkeypatch.setattr(build_player, "player", functools.cache(PLAYER.__wrapped__))
-    monkeypatch.setattr(build_player, "load", functools.cache(LOAD.__wrapped__))
+    monkeypatch.setattr(build_player, "player", PLAYER)
+    for name in ("_player", "load"):
+        function = getattr(build_player, name).__wrapped__
+        monkeypatch.setattr(build_player, name, functools.cache(function))
 
 
 @pytest.mark.usefixtures("cache", "not_loaded")

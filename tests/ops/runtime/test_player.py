@@ -10,9 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 pytest.importorskip("triton")
 
+from blocktensor import quantize
 from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_128X128, Quantized
 from blocktensor.ops.runtime.specialize import GEMM_VARIABLE, key_of
 from tests.support.fake_driver import player
@@ -87,13 +89,17 @@ class Subclass(Tensor):
     pass
 
 
-def test_tensors_without_memory_or_of_other_types_are_not_remembered() -> None:
+def test_tensors_with_memory_are_one_kind_whatever_their_type() -> None:
     found, x = table(), torch.rand(2, 3)
-    for other in (
-        x.to("meta"),
-        x.as_subclass(Subclass),
-        torch.view_as_complex(torch.rand(3, 2)).conj(),
-    ):
+    found.put((x, x), lambda *args: "known")
+    assert found(x.as_subclass(Subclass), nn.Parameter(x)) == "known"
+
+
+def test_tensors_without_memory_are_not_remembered() -> None:
+    found, x = table(), torch.rand(2, 3)
+    conjugate = torch.view_as_complex(torch.rand(3, 2)).conj()
+    fake = FakeTensorMode().from_tensor(x)
+    for other in (x.to("meta"), fake, quantize(x), conjugate):
         for call in ((other,), (x, other), ((x, other),)):
             assert found.put(call, lambda *args: "known") is False
             assert found(*call) == "unknown"

@@ -2,11 +2,12 @@
 
 A kernel gets its arguments but for constants, where a tensor descriptor stands for a tensor map,
 its shape and its strides; then the addresses of two scratch memories. This has been so from Triton
-3.6 to 3.9.
+3.6 to 3.9. Each kernel's own code says which parameters it takes, and is compared.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -18,6 +19,10 @@ from ..launch import Launch, Rows, pointed_at
 
 class Unsupported(Exception):
     """Raised for a kernel that only Triton's ordinary launch can launch; the message says why."""
+
+
+class UnknownTriton(Unsupported):
+    """Raised if this Triton describes kernels in another way than those known."""
 
 
 class Kernel(NamedTuple):
@@ -49,6 +54,15 @@ def kernel_of(launch: Launch, compiled: Any) -> Kernel:
     Raises:
         Unsupported: only Triton's ordinary launch can launch it.
     """
+    try:
+        found = _kernel_of(launch, compiled)
+    except (AttributeError, KeyError, TypeError) as error:
+        raise UnknownTriton(f"{type(error).__name__}: {error}") from error
+    _check_parameters(found.parameters, compiled.asm["ptx"])
+    return found
+
+
+def _kernel_of(launch: Launch, compiled: Any) -> Kernel:
     run: Any = getattr(compiled, "run", None)
     metadata: Any = getattr(compiled, "metadata", None)
     if not isinstance(run, _driver().CudaLauncher):
@@ -78,6 +92,28 @@ def kernel_of(launch: Launch, compiled: Any) -> Kernel:
         metadata.num_ctas, bool(run.launch_cooperative_grid), bool(run.launch_pdl),
     )  # fmt: skip
     return Kernel(configuration, parameters)
+
+
+_PARAMETER = re.compile(r"\.param (?:\.align \d+ )?\.(\w+)[^,\[\n]*(?:\[(\d+)\])?")
+_FITTING = {"map": ("b8[128]",), "pointer": ("u64",)}
+_NUMBERS = "u32", "u64"  # numbers have 64 bits, of which a kernel takes the first 32 or all
+
+
+def _check_parameters(parameters: list[tuple[Any, ...]], ptx: str) -> None:
+    """Check that a kernel's code takes a map, a pointer or a number where it is passed one.
+
+    Raises:
+        UnknownTriton: it does not.
+    """
+    start = ptx.find(".entry")
+    entry = ptx[start : ptx.find(")", start)]
+    taken = [f"{kind}[{count}]" if count else kind for kind, count in _PARAMETER.findall(entry)]
+    passed = [kind for kind, *_ in parameters]
+    fits = len(passed) == len(taken) and all(
+        takes in _FITTING.get(kind, _NUMBERS) for kind, takes in zip(passed, taken, strict=True)
+    )
+    if not fits:
+        raise UnknownTriton(f"a kernel takes {taken}, not {passed}")
 
 
 def _driver() -> Any:
