@@ -83,10 +83,31 @@ def _prepare() -> None:
     patch.setattr(builder, "create_inline_asm", _inline_asm)
 
 
+_MARGIN = 4096
+"""Bytes before and after each tensor while a kernel runs: NaN, whatever the dtype."""
+
+
 def _launch(self: Launch) -> None:
+    """Run the kernel on copies between margins: a write there fails, and a read is NaN."""
+    if self.grid[0] == 0:
+        return
+    copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     args = [int(x) if type(x) is Rows else x for x in self.args]
-    if self.grid[0]:
-        self.kernel[self.grid](*args, **self.constants)
+    for i, x in enumerate(args):
+        if isinstance(x, torch.Tensor):
+            storage = x.untyped_storage()
+            if storage.data_ptr() not in copies:
+                whole = torch.empty(0, dtype=torch.uint8).set_(storage)
+                wide = torch.full((len(whole) + 2 * _MARGIN,), 255, dtype=torch.uint8)
+                wide[_MARGIN:-_MARGIN] = whole
+                copies[storage.data_ptr()] = whole, wide
+            _, wide = copies[storage.data_ptr()]
+            place = x.storage_offset() + _MARGIN // x.itemsize
+            args[i] = x.new_empty(0).set_(wide.untyped_storage(), place, x.shape, x.stride())
+    self.kernel[self.grid](*args, **self.constants)
+    for whole, wide in copies.values():
+        assert (wide[:_MARGIN] == 255).all() and (wide[-_MARGIN:] == 255).all(), "outside a tensor"
+        whole.copy_(wide[_MARGIN:-_MARGIN])
 
 
 def _torch_dtype(of_triton: Any) -> torch.dtype:
