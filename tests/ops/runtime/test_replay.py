@@ -286,6 +286,26 @@ def test_numbers_of_rows_are_read_at_every_call(of_tensor: bool) -> None:
     assert len(kernel.direct) == 8
 
 
+def test_two_inner_tensors_grow_with_the_rows() -> None:
+    """They are not returned, and may not lie in scratch of the size that was recorded."""
+
+    def sums(x: Tensor, y: Tensor) -> Tensor:
+        rows = Rows(len(x))
+        one, two, out = (torch.empty(rows, 1) for _ in range(3))
+        for source, made in ((x, one), (one, two), (two, out)):
+            Launch(kernel, (1,), (source, y, made, rows, 3), {"FLAG": True}, {}, sized=made)()
+        return out
+
+    kernel = Kernel(axpy_body, ["x", "y", "out", "count", "factor", "FLAG"])
+    run, (x, y) = Replay(sums), draw(2, 1000)
+    for rows in (100, 1000):
+        want = x[:rows]
+        for _ in range(3):
+            want = 3 * want + y[:rows]
+        assert torch.equal(run(x[:rows], y[:rows])[:, 0], want)
+    assert len(kernel.direct) == 3
+
+
 def test_threads_share_recordings() -> None:
     a = op(axpy)
 
