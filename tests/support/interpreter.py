@@ -79,16 +79,22 @@ def _prepare() -> None:
     patch.setattr(Launch, "__call__", _launch)
     patch.setattr(interpreter, "_convert_float", _convert)
     builder = interpreter.InterpreterBuilder
+    for name in ("create_masked_load", "create_masked_store"):
+        patch.setattr(builder, name, _checked(getattr(builder, name)))
     patch.setattr(builder, "create_fma", _fma)
     patch.setattr(builder, "create_inline_asm", _inline_asm)
 
 
 _MARGIN = 4096
-"""Bytes before and after each tensor while a kernel runs: NaN, whatever the dtype."""
+"""Bytes between the tensors of a kernel, at least."""
+
+_places: Any = (np.zeros(0, np.uint64), np.zeros(0, np.uint64))
+"""Where the memory of the tensors of the running kernel begins, in order, and where it ends."""
 
 
 def _launch(self: Launch) -> None:
-    """Run the kernel on copies between margins: a write there fails, and a read is NaN."""
+    """Run the kernel on copies of its tensors, each in memory of its own."""
+    global _places
     if self.grid[0] == 0:
         return
     copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -98,16 +104,37 @@ def _launch(self: Launch) -> None:
             storage = x.untyped_storage()
             if storage.data_ptr() not in copies:
                 whole = torch.empty(0, dtype=torch.uint8).set_(storage)
-                wide = torch.full((len(whole) + 2 * _MARGIN,), 255, dtype=torch.uint8)
+                wide = torch.zeros(len(whole) + 2 * _MARGIN, dtype=torch.uint8)
                 wide[_MARGIN:-_MARGIN] = whole
                 copies[storage.data_ptr()] = whole, wide
             _, wide = copies[storage.data_ptr()]
             place = x.storage_offset() + _MARGIN // x.itemsize
             args[i] = x.new_empty(0).set_(wide.untyped_storage(), place, x.shape, x.stride())
+    places = sorted((wide.data_ptr() + _MARGIN, len(whole)) for whole, wide in copies.values())
+    starts, sizes = np.array(places, np.uint64).T
+    _places = starts, starts + sizes
     self.kernel[self.grid](*args, **self.constants)
     for whole, wide in copies.values():
-        assert (wide[:_MARGIN] == 255).all() and (wide[-_MARGIN:] == 255).all(), "outside a tensor"
         whole.copy_(wide[_MARGIN:-_MARGIN])
+
+
+def _checked(access: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a load or a store fail where it leaves the memory of the kernel's tensors.
+
+    A GPU may stop there, also if the values that it reads are not used.
+    """
+
+    def checked(builder: Any, pointers: Any, *rest: Any, **options: Any) -> Any:
+        mask = rest[0] if access.__name__ == "create_masked_load" else rest[1]
+        at = pointers.data[np.broadcast_to(mask.data, pointers.data.shape).astype(bool)]
+        starts, ends = _places
+        of = np.searchsorted(starts, at, "right").astype(np.int64) - 1
+        size = np.uint64(pointers.get_element_ty().primitive_bitwidth // 8)
+        inside = (of >= 0) & (at + size <= ends[of])
+        assert inside.all(), f"{access.__name__}: {(~inside).sum()} of {at.size} outside of tensors"
+        return access(builder, pointers, *rest, **options)
+
+    return checked
 
 
 def _torch_dtype(of_triton: Any) -> torch.dtype:

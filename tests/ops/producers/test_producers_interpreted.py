@@ -125,7 +125,7 @@ def test_joint_gradients(activation: str) -> None:
             computed(activation, "gated beside", gate, grad),
         )
         offs = None if sizes is None else ends(*sizes)
-        for formats in FORMATS:
+        for formats in FORMATS if sizes is None else FORMATS[:2]:
             both = torch.cat([gate, up], 1)
             made = elements().joint_gated_backward(grad, both, activation, *formats, offs)
             check(made, torch.cat(parts, 1), formats, sizes)
