@@ -281,3 +281,4 @@ def test_llama_of_transformers(reentrant: bool | None) -> None:
     attention = {e.module for e in report.entries if e.attention}
     assert attention == {f"model.layers.{i}.self_attn" for i in range(2)}
     assert report.fp8_share > 0.9
+    report.assert_fp8(["lm_head"])
