@@ -75,7 +75,6 @@ Its names are imported under ``TYPE_CHECKING``, too, where go-to-definition find
 OWNED = {
     "_local_tensor": "blocktensor.sharding.dtensor",
     **dict.fromkeys(("_getframe", "f_back", "f_locals"), "blocktensor.tensor.compat.callers"),
-    "get_referrers": "blocktensor.conversion.checks",
 }
 """Names that one module alone may use."""
 

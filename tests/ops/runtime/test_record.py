@@ -243,6 +243,27 @@ def test_numbers_of_rows_are_read_at_every_call(of_tensor: bool) -> None:
     assert len(kernel.direct) == 8
 
 
+def test_two_inner_tensors_grow_with_the_rows() -> None:
+    """They are not returned, and may not lie in scratch of the size that was recorded."""
+
+    def sums(x: Tensor, y: Tensor, _: Tensor) -> Tensor:
+        rows = Rows(len(x))
+        one, two, out = (torch.empty(rows, 1) for _ in range(3))
+        for source, made in ((x, one), (one, two), (two, out)):
+            Launch(kernel, (1,), (source, y, made, rows, 3), {"FLAG": True}, {}, sized=made)()
+        return out
+
+    kernel = Kernel(axpy_body, ["x", "y", "out", "count", "factor", "FLAG"])
+    run, ends = Specialized(lambda *args: recorded(sums)), torch.zeros(1, dtype=torch.int32)
+    x, y = draw(129, 1), draw(129)
+    for rows in (128, 129):  # where scratch is one after the other in steps of 512 bytes
+        want = x[:rows, 0]
+        for _ in range(3):
+            want = 3 * want + y[:rows]
+        assert torch.equal(run(x[:rows], y, ends)[:, 0], want)
+    assert len(kernel.direct) == 3
+
+
 def test_threads_share_recordings() -> None:
     a = op(axpy)
 

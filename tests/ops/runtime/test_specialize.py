@@ -121,6 +121,23 @@ def test_a_sequence_that_is_watched_or_dispatched_runs_itself(
     assert isinstance(run(x), tuple)
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_rows_in_groups_that_lie_otherwise_are_told_apart(count: int) -> None:
+    """Columns, strides, alignment, dtype and device of all tensors count, and other arguments."""
+    memory, ends = torch.rand(300 * 16 + 4), torch.zeros(3, dtype=torch.int32)
+    x, *others = (memory[start : start + 300 * 8].view(300, 8) for start in (0, 1, 2))
+    others += [x[:, :4], memory[: 300 * 16].view(300, 16)[:, :8], x.half(), x.to("meta")]
+
+    def key(one: Tensor, of: Tensor = ends, *more: Any) -> Any:
+        return specialize.key_of((x, one, of, *more) if count == 2 else (one, of, *more))
+
+    more_ends = torch.zeros(4, dtype=torch.int32)
+    ends_too = more_ends, more_ends[1:]
+    keys = [key(x), *map(key, others), *(key(x, each) for each in ends_too), key(x, ends, 3)]
+    assert len(set(keys)) == len(keys)
+    assert key(x) == key(x.clone(), ends.clone())
+
+
 @pytest.mark.parametrize(("factor", "said", "decided"), [(0, "factor 0", 0), (-1, "negative", 1)])
 def test_only_an_error_of_the_decision_makes_a_new_one(
     factor: int, said: str, decided: int

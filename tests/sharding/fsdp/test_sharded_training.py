@@ -185,6 +185,21 @@ def test_masters_in_fp32_are_cast_as_under_autocast(mesh: DeviceMesh, device: st
     assert all(grad.dtype == torch.float32 for grad in gradients(model))
 
 
+@pytest.mark.usefixtures("group")
+def test_mixed_precision_rounds_biases() -> None:
+    """As FSDP2 rounds all parameters that are not FP8: autocast adds them in fp32."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(128, 128))
+    convert(model, skip_small=False)
+    single, rounded = copy.deepcopy(model), copy.deepcopy(model)
+    rounded[0].bias.data = model[0].bias.data.bfloat16().float()
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    x = randn(20, 128, dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        exact, want = single(x), rounded(x)
+    assert torch.equal(model(x), want) and not torch.equal(exact, want)
+
+
 @on_ranks(2, gpus=())
 def test_a_model_that_was_in_float64(mesh: DeviceMesh, device: str) -> None:
     """Its shards stay shards: the weights are in FP8 again when it is back."""
