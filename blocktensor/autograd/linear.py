@@ -20,7 +20,7 @@ from ..recipe import Recipe
 from ..tensor.base import MasterBase
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
-from .backward import FP8Function, Gradients, run_backward
+from .backward import FP8Function, Gradients, given_out, run_backward
 from .plan import Plan, autocast_dtype, kind_of_backward, plan_matmul, sequence
 from .products import DENSE, Dense, Grouped, Saved, product_of, saved_of
 from .saved_weight import SavedWeight, hold_cast
@@ -89,7 +89,7 @@ def _matmul(
         x = x.to(plan.out_dtype)
     apply = FP8Linear.apply if plan.tracing else _apply_eagerly
     y: Tensor = apply(x, w, bias, offs, plan, None, *cast)
-    return y
+    return y if x.ndim == 2 else given_out(y, (*x.shape[:-1], y.shape[1]))
 
 
 def is_weight_by_itself(factors: Sequence[Tensor]) -> bool:
@@ -159,17 +159,6 @@ def _of_no_experts(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
     return made
 
 
-def with_leading(y: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return ``y[M, N]`` with the leading dimensions of ``shape[..., K]``, in a Function's forward.
-
-    A plain view made there could not be modified in place by the caller.
-    """
-    if len(shape) == 2:
-        return y
-    made: Tensor = torch.ops.aten._unsafe_view(y, (*shape[:-1], y.shape[1]))
-    return made
-
-
 class FP8Linear(FP8Function):
     """The autograd function of every matmul: ``product`` computes it, else :func:`product_of`."""
 
@@ -207,7 +196,7 @@ class FP8Linear(FP8Function):
             y = p.fprop(x_row, w_row, bias, plan)
         ctx.save_for_backward(offs, *x_saved, *w_saved)
         ctx.set_materialize_grads(False)
-        return y if x.ndim == 2 else with_leading(y, p.output_shape(x.shape))
+        return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Gradients:
@@ -277,10 +266,9 @@ def _gradients(ctx: Any, saved: Sequence[Tensor], grads: list[Any], asked: list[
         and not must_dispatch(grad)
     ):
         w_col = read.columnwise(weight, True)
-        flat = grad if grad.ndim == 2 else grad.reshape(-1, grad.shape[-1])
-        run = sequence(_dgrad_and_wgrad, plan, kind_of_backward(flat, x, offs))
-        dx, dw = run(flat, x, w_col, offs, plan)
-        return dx if grad.ndim == 2 else dx.view(plan.x_shape), dw, dbias, *rest
+        run = sequence(_dgrad_and_wgrad, plan, kind_of_backward(grad, x, offs))
+        dx, dw = run(grad, x, w_col, offs, plan)
+        return product.finish(dx, dbias, plan)[0], dw, dbias, *rest
     g_row, g = product.grad_forms(grad, plan, needs_dx, needs_dw)
     del grad  # its forms are enough
     w_col = read.columnwise(weight, needs_dx)

@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..autograd.backward import given_out
 from ..autograd.linear import FP8Linear
 from ..autograd.plan import Plan, plan_matmul
 from ..autograd.products import Dense, Saved, saved_of, sum_rows
@@ -56,7 +57,9 @@ def parallel_linear(x: Tensor, w: Tensor, bias: Tensor | None, product: Dense) -
         if plan.casts_x:
             x = x.to(plan.out_dtype)
         y: Tensor = FP8Linear.apply(x, w, bias, None, plan, product)
-        return y
+        if x.ndim == 2:
+            return y
+        return given_out(y, (*product.output_shape(x.shape)[:-1], y.shape[1]))
 
 
 class _Parallel(Dense):
