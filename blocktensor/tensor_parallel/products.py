@@ -82,10 +82,15 @@ class _Parallel(Dense):
         return read_part(w, self.part, plan)
 
     def _without_front(self, x: Tensor, dim: int) -> Tensor:
-        """Cut off the rows or columns of zeros in front of the part of a weight."""
+        """Copy x without the rows or columns of zeros in front of the part of a weight.
+
+        A view would do for rows, but DTensors of local parts that begin inside their storage
+        cannot be deep-copied, as gradients are with their model.
+        """
         if not self.front:
             return x
-        return x.narrow(dim, self.front, x.shape[dim] - self.front).contiguous()
+        part = x.narrow(dim, self.front, x.shape[dim] - self.front)
+        return part.clone(memory_format=torch.contiguous_format)
 
 
 class Colwise(_Parallel):
