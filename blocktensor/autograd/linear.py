@@ -17,7 +17,8 @@ from ..ops.cast.ops import quantize_with_transpose
 from ..ops.formats import Quantized
 from ..ops.runtime.specialize import must_dispatch
 from ..recipe import Recipe
-from ..tensor.base import MasterBase
+from ..tensor.arithmetic import is_arithmetic
+from ..tensor.base import MasterBase, readable
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
 from .backward import FP8Function, Gradients, given_out, run_backward
@@ -46,9 +47,9 @@ def linear(
 
 
 def linear_override(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Run ``F.linear``."""
-    if isinstance(input, MasterBase) and is_weight_by_itself((input, weight)):
-        return F.linear(readable(input), readable(weight), bias)
+    """Run ``F.linear``: a layer's matmul, unless its input is a weight too."""
+    if isinstance(input, MasterBase) and is_arithmetic((input, weight)):
+        return F.linear(readable(input), readable(weight), readable(bias))
     return linear(input, weight, bias)
 
 
@@ -90,22 +91,6 @@ def _matmul(
     apply = FP8Linear.apply if plan.tracing else _apply_eagerly
     y: Tensor = apply(x, w, bias, offs, plan, None, *cast)
     return y if x.ndim == 2 else given_out(y, (*x.shape[:-1], y.shape[1]))
-
-
-def is_weight_by_itself(factors: Sequence[Tensor]) -> bool:
-    """Return True for a product, without gradients, of a trainable weight with itself.
-
-    An optimizer computes such a product, and no layer does: it runs in high precision.
-    """
-    if len(factors) < 2 or torch.is_grad_enabled():
-        return False
-    weights = [x for x in factors if isinstance(x, MasterBase)]
-    return len(weights) == len(factors) and all(x._counted is weights[0]._counted for x in weights)
-
-
-def readable(x: Any) -> Any:
-    """Return the master of a weight, or anything else unchanged."""
-    return x._readable if isinstance(x, MasterBase) else x
 
 
 def _as_input(x: Tensor) -> Tensor:

@@ -104,6 +104,19 @@ LINEARS = ["blocks.0.up", "blocks.0.down", "blocks.1.up", "blocks.1.down"]
 """The linears of a :class:`Model` that ``convert`` converts."""
 
 
+def in_a_layer(run: Callable[..., Any]) -> Callable[..., Any]:
+    """``run`` in the forward of a module.
+
+    Without gradients, products elsewhere are arithmetic on the values of weights.
+    """
+
+    class Layer(nn.Module):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return run(*args, **kwargs)
+
+    return Layer()
+
+
 class HeadGroups(nn.Linear):
     """Views its weight as one matrix for each group of heads, as DeepSeek-V4's attention does."""
 
