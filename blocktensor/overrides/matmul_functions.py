@@ -55,11 +55,10 @@ def in_all_forms(func: Any, override: Callable[..., Any]) -> Callable[..., Any]:
             return _in_dtype(func, args, **kwargs)
         factors = _factors(is_adding, args, kwargs)
         if is_arithmetic(factors):
-            target = args[0]
-            args, kwargs = torch.utils._pytree.tree_map(readable, (args, kwargs))
-            if in_place_of is not None:  # the target may be a weight
-                return target.copy_(in_place_of(*args, **kwargs))
-            return func(*args, **kwargs)
+            masters, named = torch.utils._pytree.tree_map(readable, (args, kwargs))
+            if in_place_of is not None:  # what is written to may be a weight
+                return args[0].copy_(in_place_of(*masters, **named))
+            return func(*masters, **named)
         if is_adding and not any(isinstance(x, FP8Base) for x in factors):  # added to a weight
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)

@@ -76,6 +76,7 @@ PRODUCTS: dict[str, Callable[[Any, Tensor], Any]] = {
     "inner": lambda p, r: torch.inner(p, r),
     "multi_dot": lambda p, r: torch.linalg.multi_dot([r, p, r]),
     "out": lambda p, r: torch.mm(r, p, out=torch.empty_like(r)),
+    "by names": lambda p, r: torch.mm(input=r, mat2=p),
     "cov": lambda p, r: torch.cov(p) @ r,
     "below autograd": lambda p, r: torch.ops.aten.mm(r, p),
 }

@@ -64,8 +64,15 @@ def callers() -> Iterator[Caller]:
     return map(Caller, _frames(sys._getframe(1)))
 
 
-_LAYERS = {("torch.nn.modules.module", "_call_impl"), ("torch.autograd.function", "apply")}
-"""What calls a module's forward with its hooks, and both directions of an autograd function."""
+_LAYERS = {
+    ("torch.nn.modules.module", "_call_impl"): True,
+    ("torch.autograd.function", "apply"): True,
+    ("torch.optim.optimizer", "wrapper"): False,
+}
+"""Whether a function calls a layer: the forward of a module with its hooks, both directions of an
+autograd function; the step of an optimizer is none."""
+
+_NAMES = {name for _, name in _LAYERS}
 
 
 def layer_runs() -> bool:
@@ -78,9 +85,10 @@ def layer_runs() -> bool:
         name = frame.f_code.co_name
         if name == "forward":
             return True
-        module = frame.f_globals.get("__name__")
-        if module == "torch.optim.optimizer" or (module, name) in _LAYERS:
-            return module != "torch.optim.optimizer"
+        if name in _NAMES:
+            is_layer = _LAYERS.get((frame.f_globals.get("__name__", ""), name))
+            if is_layer is not None:
+                return is_layer
     return False
 
 
