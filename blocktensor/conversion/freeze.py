@@ -34,8 +34,9 @@ def freeze(model: nn.Module, *, rounding: Rounding = "nearest", seed: int = 0) -
     Args:
         model: any module, with converted weights.
         rounding: ``"stochastic"`` rounds each value up or down at random, with the master as the
-            expected value: it keeps small changes on average, and adds noise of less than a step
-            to what has changed. Values that have not changed since :func:`unfreeze` stay.
+            expected value: it keeps small changes on average, and adds noise of less than a step.
+            Blocks that have not changed since :func:`unfreeze` keep their bytes. For weights that
+            were trained in high precision ``"nearest"`` is closer.
         seed: of the random numbers. The same seed gives the same bytes on the same kind of device.
 
     Returns:
@@ -83,7 +84,7 @@ def _generator(device: torch.device, seed: int, number: int) -> torch.Generator:
 def unfreeze(model: nn.Module) -> list[str]:
     """Make a model's frozen FP8 weights trainable, with masters of their present values.
 
-    Each weight remembers its scales and a sample of its values (40 KiB and 0.03% of its bytes), by
+    Each weight remembers its scales and a sample of its values (32 KiB and 0.03% of its bytes), by
     which :func:`freeze` and ``save_fp8`` tell how much of a later change FP8 keeps.
 
     The first cast of a new master may differ from the frozen bytes by a rounding: a block's amax,

@@ -84,10 +84,12 @@ class Kept:
             return
         old = origin.values.to(master.device)
         now = _sample(master, is_columnwise).float()
+        # a change of the dtype is none
         converted = [old, *(old.to(dtype).float() for dtype in (torch.bfloat16, torch.float16))]
-        moved = torch.stack([now != each for each in converted]).all(0)
-        change = (now - old) * moved
         new = _sample_of_form(form).to(master.dtype).float() - old
+        moved = torch.stack([now != each for each in converted]).all(0)
+        moved &= now.isfinite() & new.isfinite()
+        change, new = ((now - old).where(moved, 0), new.where(moved, 0))
         places = master.numel() / max(1, len(old))
         same = moved & (new.abs() <= _SAME * old.abs())
         sums = torch.stack([(change * change).sum(), (new * change).sum(), moved.sum(), same.sum()])

@@ -166,6 +166,17 @@ def test_save_fp8_warns_of_trainable_weights(tmp_path: Path) -> None:
         save_fp8(model, tmp_path / "b")  # the bytes as they are
 
 
+def test_what_is_not_finite_is_left_out() -> None:
+    model = nn.Linear(256, 384, bias=False)
+    unfrozen(model)
+    change(model, SMALL)
+    with torch.no_grad():
+        model.weight[3] = torch.nan
+        model.weight[200] = torch.inf
+    with pytest.warns(UserWarning, match=r"freeze keeps \d+%"):
+        freeze(model)
+
+
 @pytest.mark.parametrize("way", ["unchanged", "trained", "never frozen", "at random", "moved"])
 def test_nothing_is_said_where_nothing_is_lost(way: str, tmp_path: Path) -> None:
     model = nn.Linear(256, 256, bias=False)
