@@ -31,7 +31,7 @@ from ..ops.producers.reference import ACTIVATIONS
 from ..ops.runtime.specialize import sequence
 from ..recipe import Recipe
 from ..tensor.weight import BlockwiseFP8Weight
-from .backward import FP8Function, Gradients, run_backward
+from .backward import FP8Function, Gradients, given_out, run_backward
 from .gated_forms import (
     DOWN,
     GATE,
@@ -42,7 +42,7 @@ from .gated_forms import (
     halves,
     plan_gated,
 )
-from .linear import grouped_linear, has_no_experts, linear, with_leading
+from .linear import grouped_linear, has_no_experts, linear
 from .pipelining import is_input_half, watch_halves
 from .products import product_of
 from .saved_weight import SavedWeight, hold_cast
@@ -79,7 +79,7 @@ def gated_mlp(
             again = x.view(x.shape) if is_dynamo_compiling() else x  # which takes no tensor twice
         apply = _GatedMLP.apply if plan.tracing else _apply_eagerly
         y: Tensor = apply(x, again, *weights, *biases, offs, plan)
-        return y
+        return given_out(y, (*x.shape[:-1], y.shape[1]))
 
 
 def linears_by(
@@ -156,7 +156,7 @@ class _GatedMLP(FP8Function):
         of_x, of_h = ((None, None) if form is None else form[:2] for form in (x_col, h_col))
         ctx.save_for_backward(offs, *of_x, *of_h, gate, up, *saved[0], *saved[1], *saved[2])
         ctx.set_materialize_grads(False)
-        return with_leading(y, x.shape)
+        return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Gradients:

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
+from ..conversion.kept import warn_of_lost_changes
 from ..model.weights import stacks_of
 from ..ops.formats import BLOCKS_128X128, BlockFormat
 from ..sharding.dtensor import fp8_part
@@ -49,6 +50,9 @@ def save_fp8(
     without an error (seen in 5.17 and 5.23); :func:`load_fp8` and ``.dequantize()`` do not. Of
     stacks of experts that are stored whole it then leaves out the scales, without an error.
 
+    After ``unfreeze``, changes of less than half an FP8 step round back; a warning says how much is
+    kept. ``freeze(model, rounding="stochastic")`` keeps them on average.
+
     Nothing of it counts before all is written and on the disk: a killed process leaves the previous
     checkpoint or the new one. ``overwrite`` replaces the index, the config and the files that the
     index names, by files of other names, and ``model.safetensors``, which would hide the index from
@@ -85,6 +89,7 @@ def save_fp8(
     if max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes={max_shard_bytes}: expected at least 1")
     found = exported(model, "save_fp8", separate_experts)
+    warn_of_lost_changes(model, "save_fp8")
     ranks, folder = Ranks.of(found.tensors.values()), Path(os.path.realpath(path))
     formats = [format_of(x) for x in map(fp8_part, found.tensors.values()) if x is not None]
     plain = module_names(found.names, _plain_weights(model))

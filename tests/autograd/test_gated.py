@@ -32,7 +32,14 @@ from tests.support.gated import (
     whether_recomputed,
 )
 from tests.support.groups import GROUPS, ends
-from tests.support.linear_ways import HIGH, ROWS, gone_when, storage_is_gone, way_of_linears
+from tests.support.linear_ways import (
+    HIGH,
+    ROWS,
+    function_of,
+    gone_when,
+    storage_is_gone,
+    way_of_linears,
+)
 from tests.support.models import FP32_SCALES, POWER_OF_TWO, Trace, plain, randn
 
 __all__ = ["afresh", "way_of_linears"]
@@ -72,7 +79,7 @@ def test_the_form_of_x_is_gone_at_the_last_dgrad(monkeypatch: pytest.MonkeyPatch
     held: list[Callable[[], bool]] = []
     gone = gone_when(monkeypatch, "gemm", held)
     y = functional.gated_mlp(randn(9, K, grad=True), *weights())
-    held.append(storage_is_gone(y.grad_fn.saved_tensors[1]))  # type: ignore[union-attr]
+    held.append(storage_is_gone(function_of(y).saved_tensors[1]))
     y.sum().backward()
     assert gone == [False] * 5 + [True]
 

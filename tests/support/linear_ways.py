@@ -55,6 +55,12 @@ def grads_of(
     return [y.detach(), leaf.grad, *(p.grad for p in module.parameters())]
 
 
+def function_of(y: Tensor) -> Any:
+    """The node of the FP8 function that made ``y``, below the node of the view that callers get."""
+    assert y.grad_fn is not None
+    return y.grad_fn.next_functions[0][0]
+
+
 def assert_all_equal(actual: list[Tensor | None], expected: list[Tensor | None]) -> None:
     """Bit for bit, and none is missing."""
     assert len(actual) == len(expected)
