@@ -12,8 +12,8 @@ from ..overrides import dynamo
 from ..sharding.dtensor import fp8_part
 from ..text_table import Report, Table, collapse
 from .experts import Experts
-from .fused_class import fused_modules, remove_pattern, set_pattern
 from .forward_reads import Reads
+from .fused_class import fused_modules, remove_pattern, set_pattern
 from .mlp import MLP
 from .norm import Norm
 from .pattern import Drawn, Found, Pattern

@@ -143,7 +143,8 @@ class _Call:
         self.device = given[0].device
         if any(x.device != self.device for x in made):
             raise NotRepeatable("it allocates on another device")
-        has_rows = isinstance(args[0], Tensor) or any(type(x) is int for x in args)
+        # Calls say their number of rows; one that does not has always as many.
+        self._has_rows = isinstance(args[0], Tensor) or any(type(x) is int for x in args)
         self._sized = {x.data_ptr() for each, _ in launches if (x := each.sized) is not None}
         # Tensors that are not returned share one allocation, the first, unless their rows differ.
         inner = self._inner()
@@ -158,7 +159,7 @@ class _Call:
         for i, x in enumerate(made):
             if i not in self._offsets:
                 self._index[i] = len(self._allocations)
-                rows = has_rows and x.data_ptr() in self._sized
+                rows = self._has_rows and x.data_ptr() in self._sized
                 self._allocations.append((tuple(x.shape), x.stride(), x.dtype, rows))
 
     def as_data(self) -> tuple[Any, ...]:
@@ -174,11 +175,14 @@ class _Call:
 
     def _launch(self, launch: Any, compiled: Any) -> tuple[Any, ...]:
         kernel = launcher.kernel_of(launch, compiled)
-        parameters = [
-            (kind, *self._place(tensor), *rest) if isinstance(tensor, Tensor) else (kind, *given)
-            for kind, *given in kernel.parameters
-            for tensor, *rest in [given or [None]]
-        ]
+        parameters: list[tuple[Any, ...]] = []
+        for kind, first, *rest in kernel.parameters:
+            if isinstance(first, Tensor):
+                parameters.append((kind, *self._place(first), *rest))
+            elif kind == "rows" and not self._has_rows:
+                parameters.append(("number", first))
+            else:
+                parameters.append((kind, first))
         return *kernel.configuration, parameters
 
     def _place(self, tensor: Tensor) -> tuple[int, int]:

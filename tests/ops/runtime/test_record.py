@@ -243,6 +243,24 @@ def test_numbers_of_rows_are_read_at_every_call(of_tensor: bool) -> None:
     assert len(kernel.direct) == 8
 
 
+def test_a_number_of_rows_that_no_argument_says_is_the_recorded_one() -> None:
+    """As of a grouped GEMM that is not told the tokens: it computes all rows of its cast."""
+
+    def sums(x: Quantized, y: Tensor) -> Tensor:
+        rows, out = Rows(len(x.data)), torch.empty(len(x.data), 1)
+        arguments = x.data, y, out, rows, 3
+        Launch(kernel, (1,), arguments, {"FLAG": True}, {}, sized=out)()
+        return out
+
+    kernel = Kernel(axpy_body, ["x", "y", "out", "count", "factor", "FLAG"])
+    run = Specialized(lambda *args: recorded(sums))
+    for _ in range(3):
+        x, y = draw(8, 1), draw(8)
+        made = run(Quantized(x, draw(1), BLOCKS_1X128), y)
+        assert torch.equal(made[:, 0], 3 * x[:, 0] + y)
+    assert len(kernel.direct) == 2
+
+
 def test_two_inner_tensors_grow_with_the_rows() -> None:
     """They are not returned, and may not lie in scratch of the size that was recorded."""
 

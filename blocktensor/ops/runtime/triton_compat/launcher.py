@@ -31,7 +31,7 @@ class Kernel(NamedTuple):
     Attributes:
         configuration: the function's address, the grid, threads, bytes of shared memory, CTAs of a
             cluster, cooperative launch, programmatic dependent launch.
-        parameters: each a tuple: ``("number", value)``, ``("rows",)``, ``("pointer", tensor)``, or
+        parameters: each a tuple: ``("number", value)``, ``("rows", value)``, ``("pointer", tensor)``,
             ``("map", tensor, dtype, swizzle, fill, sizes, strides, box)``, of which the last three
             are those of ``cuTensorMapEncodeTiled``: innermost first, strides in bytes, also that of
             the whole tensor.
@@ -83,7 +83,7 @@ def _kernel_of(launch: Launch, compiled: Any) -> Kernel:
         elif of.startswith("*") and tensor is value:
             parameters.append(("pointer", tensor))
         elif of in ("i32", "i64") and isinstance(value, int):
-            parameters.append(("rows",) if type(value) is Rows else ("number", int(value)))
+            parameters.append(("rows" if type(value) is Rows else "number", int(value)))
         else:
             raise Unsupported(f"an argument {of} that is {value!r}")
     parameters += [("number", 0), ("number", 0)]  # no scratch memory
