@@ -126,7 +126,8 @@ def _checked(access: Callable[..., Any]) -> Callable[..., Any]:
 
     def checked(builder: Any, pointers: Any, *rest: Any, **options: Any) -> Any:
         mask = rest[0] if access.__name__ == "create_masked_load" else rest[1]
-        at = pointers.data[np.broadcast_to(mask.data, pointers.data.shape).astype(bool)]
+        mask.data = mask.data.astype(bool)  # `&` makes integers
+        at = pointers.data[np.broadcast_to(mask.data, pointers.data.shape)]
         starts, ends = _places
         of = np.searchsorted(starts, at, "right").astype(np.int64) - 1
         size = np.uint64(pointers.get_element_ty().primitive_bitwidth // 8)
