@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,9 +16,8 @@ from ..autograd.plan import autocast_dtype
 from ..sharding.dtensor import as_if_cut, fp8_part, local_of
 from ..sharding.fsdp.gather import GatheredInFP8
 from ..tensor.base import FP8Base
-from .mlp import Gated, why_watched
-from .pattern import Drawn, Pattern, Sample, Verified, why_different
-from .recorder import Recorder
+from .mlp import Gated
+from .pattern import Drawn, Pattern, Sample, why_different
 
 _Dtypes = tuple[torch.dtype, torch.dtype]
 """Dtypes of rows and of stacks."""
@@ -69,7 +67,7 @@ class Experts(Gated):
     def _why_unlike(cls, module: nn.Module, linears: tuple[str, str, str], act: str | None) -> str:
         reason = super()._why_unlike(module, linears, act)
         if not reason and _routes_rows(module):
-            return _why_other_routing(module, linears[0]) or ""
+            return why_other_routing(module, linears[0]) or ""
         return reason
 
     @classmethod
@@ -81,14 +79,14 @@ class Experts(Gated):
         both = itertools.product((False, True), activations)
         return [Experts(*linears, x, ends=ends) for ends, x in both]
 
-    def verify(self, module: nn.Module, recorder: Recorder, drawn: Drawn) -> Verified:
+    def verify(self, module: nn.Module, drawn: Drawn) -> tuple[Pattern | None, str]:
         """Verify the experts with each pair of dtypes that they may get, and on cut stacks.
 
         The module's forward may take the local parts of stacks that ranks have cut, as
         torchtitan's does, or do anything else with a DTensor.
         """
         reasons: dict[_Dtypes, str | None] = {
-            dtypes: why_different(replace(self, dtypes=(dtypes,)), recorder, drawn)
+            dtypes: why_different(replace(self, dtypes=(dtypes,)), module, drawn)
             for dtypes in _dtypes(fp8_part(self._weight(module, self.gate)).dtype)
         }
         verified = tuple(dtypes for dtypes, why in reasons.items() if why is None)
@@ -97,7 +95,7 @@ class Experts(Gated):
         made = replace(self, dtypes=verified)
         if not (dist.is_available() and dist.is_initialized()):
             return made, ""
-        why = why_different(replace(made, dtypes=verified[:1], to_local=True), recorder, drawn)
+        why = why_different(replace(made, dtypes=verified[:1], to_local=True), module, drawn)
         if why is None:
             return replace(made, to_local=True), ""
         if any(_stays_cut(self._weight(module, name)) for name in self.linears):
@@ -128,7 +126,7 @@ class Experts(Gated):
             held[name] = part if isinstance(part, FP8Base) else None
             if held[name] is not None and (rows, stack.dtype) not in self.dtypes:
                 return f"its rows are {rows} and {name} is {stack.dtype}"
-        return self._why_no_recipe(held) or why_watched(module)
+        return self._why_no_recipe(held) or self.why_watched(module)
 
     def run(self, module: Any, *args: Any) -> Tensor:
         """Compute the experts as one function of rows and groups."""
@@ -183,13 +181,6 @@ class RoutedExperts(Experts):
 
     inputs = 3
 
-    @staticmethod
-    def tables_of(x: Any) -> Sequence[str]:
-        """Name the tables of implementations of transformers."""
-        generic = sys.modules.get("transformers.utils.generic")
-        is_table = generic is not None and isinstance(x, generic.GeneralInterface)
-        return ("_local_mapping", "_global_mapping") if is_table else ()
-
     def why_not(self, module: Any, *args: Any) -> str | None:
         """Return why these arguments have to be given to the module's own forward, if they have."""
         x, index, weights = args
@@ -197,7 +188,7 @@ class RoutedExperts(Experts):
             return "its tokens are no matrix"
         if not all(isinstance(t, Tensor) and t.ndim == 2 for t in (index, weights)):
             return "experts and weights of tokens are no matrices"
-        other = _why_other_number(module, self.gate) or self._why_other_stacks(module, x.dtype)
+        other = why_other_routing(module, self.gate) or self._why_other_stacks(module, x.dtype)
         if other is not None:
             return other
         dtype = autocast_dtype(x)
@@ -249,8 +240,11 @@ def _routes_rows(module: nn.Module) -> bool:
     return "config" in attributes and all(isinstance(attributes.get(x), bool) for x in flags)
 
 
-def _why_other_routing(module: Any, stack: str) -> str | None:
-    """Return why a module that routes rows does so in another way, if it does."""
+def why_other_routing(module: Any, stack: str) -> str | None:
+    """Return why a module that routes rows does so in another way, if it does.
+
+    It is asked in every forward: these attributes may change. ``stack``: the name of a stack.
+    """
     chosen = getattr(module.config, "_experts_implementation", None)
     if chosen != IMPLEMENTATION:
         return f"its experts_implementation is {chosen!r}: expected {IMPLEMENTATION!r}"
@@ -260,10 +254,6 @@ def _why_other_routing(module: Any, stack: str) -> str | None:
         return "a norm follows each expert"
     if getattr(module, "_is_expert_parallel", False):
         return "its experts are spread over ranks"
-    return _why_other_number(module, stack)
-
-
-def _why_other_number(module: Any, stack: str) -> str | None:
     if getattr(module, "num_experts", None) != len(module._parameters[stack]):
         return "its num_experts is not the length of its stacks"
     return None

@@ -12,12 +12,10 @@ from ..overrides import dynamo
 from ..sharding.dtensor import fp8_part
 from ..text_table import Report, Table, collapse
 from .experts import Experts
-from .forward_reads import Reads
 from .fused_class import fused_modules, remove_pattern, set_pattern
 from .mlp import MLP
 from .norm import Norm
 from .pattern import Drawn, Found, Pattern
-from .recorder import Recorder
 from .share_inputs import not_converted, share_for_norms, stop_sharing
 
 PATTERNS: tuple[type[Pattern], ...] = (MLP, Experts, Norm)
@@ -121,19 +119,19 @@ def fuse(
         raise not_converted(model, "fuse")
     found = [x for kind in PATTERNS for x in kind.find(model)]
     drawn, entries = Drawn(), list[FusionEntry]()
-    chosen: list[tuple[nn.Module, Pattern, Reads]] = []
+    chosen: list[tuple[nn.Module, Pattern]] = []
     for each in found:
-        pattern, reason, reads = _verified(each, recompute, drawn)
-        if pattern is not None and reads is not None:
-            chosen.append((each.module, pattern, reads))
+        pattern, reason = _verified(each, recompute, drawn)
+        if pattern is not None:
+            chosen.append((each.module, pattern))
         computes = (pattern and pattern.computes) or each.computes
         entries.append(FusionEntry(each.name, kind_of(each.module), computes, reason))
-    in_mlps = {linear for module, _, _ in chosen for linear in module.children()}
+    in_mlps = {linear for module, _ in chosen for linear in module.children()}
     share_for_norms(model, (x for each in found for x in each.readers if x not in in_mlps))
     if chosen:
         dynamo.announce()
-    for module, pattern, reads in chosen:
-        set_pattern(module, pattern, reads)
+    for module, pattern in chosen:
+        set_pattern(module, pattern)
     report, modules = FusionReport(tuple(entries)), dict(model.named_modules())
     for entry in report.left_alone:
         remove_pattern(modules[entry.name])  # that of an earlier call
@@ -154,15 +152,12 @@ def unfuse(model: nn.Module) -> list[str]:
     return [name for name, _ in found]
 
 
-def _verified(
-    found: Found, recompute: bool, drawn: Drawn
-) -> tuple[Pattern | None, str, Reads | None]:
-    """Return what the module computes and what its forward reads, or why it is left alone."""
+def _verified(found: Found, recompute: bool, drawn: Drawn) -> tuple[Pattern | None, str]:
+    """Return what the module computes, or None and why it is left alone."""
     reason = found.reason
     for pattern in found.patterns if not reason else ():
-        recorder = Recorder(found.module, pattern.tables_of)
-        made, why = pattern.with_recompute(recompute).verify(found.module, recorder, drawn)
+        made, why = pattern.with_recompute(recompute).verify(found.module, drawn)
         if made is not None:
-            return made, "", recorder.reads()
+            return made, ""
         reason = reason or why
-    return None, reason, None
+    return None, reason

@@ -20,7 +20,7 @@ from torch.utils._device import DeviceContext
 
 from ..ops.runtime.launch import this_thread
 from ..overrides import dynamo
-from .forward_reads import Reads
+from .forward_reads import Reads, reads_of
 
 
 class Fused(nn.Module):
@@ -56,8 +56,10 @@ class Fused(nn.Module):
 
     def __setstate__(self, state: Any) -> None:
         super().__setstate__(state)
-        if self._fused_reads is not None:
-            self.__dict__["_fused_reads"] = self._fused_reads.for_loaded(self)
+        was = self._fused_reads
+        if was is not None and was.found is None:
+            now = _reads(self)
+            self.__dict__["_fused_reads"] = now if was.names == now.names else was
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         made = super().__reduce_ex__(protocol)
@@ -67,12 +69,12 @@ class Fused(nn.Module):
         return rebuild, (self._class_before,), *made[2:]  # no module holds the class by name
 
 
-def set_pattern(module: nn.Module, pattern: Any, reads: Reads) -> None:
-    """Let ``module`` run as ``pattern`` does, as long as what its forward reads does not change."""
+def set_pattern(module: nn.Module, pattern: Any) -> None:
+    """Let ``module`` run as ``pattern`` does, from now on."""
     if not isinstance(module, Fused):
         module.__class__ = _fused(type(module))
     module.__dict__["_fused_pattern"] = pattern
-    module.__dict__["_fused_reads"] = reads
+    module.__dict__["_fused_reads"] = _reads(module)
 
 
 def remove_pattern(module: nn.Module) -> None:
@@ -90,6 +92,15 @@ def fused_modules(model: nn.Module, kind: type = object) -> Iterator[tuple[str, 
         pattern = module._fused_pattern if isinstance(module, Fused) else None
         if pattern is not None and isinstance(pattern, kind):
             yield name, module
+
+
+def own_forward(module: nn.Module) -> Any:
+    """Return the forward of ``module`` as it is without :func:`set_pattern`."""
+    return super(Fused, module).forward if isinstance(module, Fused) else module.forward
+
+
+def _reads(module: Any) -> Reads:
+    return Reads(reads_of(module, module._class_before))
 
 
 def _function_modes() -> bool:

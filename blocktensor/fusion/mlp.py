@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, get_args
 
@@ -18,8 +18,8 @@ from ..ops.producers.reference import ACTIVATIONS
 from ..sharding.dtensor import fp8_part
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
-from .pattern import FEATURES, Drawn, Found, Pattern, Sample, held_by
-from .recorder import Recorder, Refused
+from .forward_reads import on_copies
+from .pattern import Drawn, Found, Pattern, Sample, held_by
 
 _ACTS = ("act_fn", "act", "activation_fn", "activation", "hidden_act")
 """Names of attributes that hold an activation."""
@@ -74,11 +74,6 @@ class Gated(Pattern):
         """Return the pattern with this argument of ``fuse``."""
         return replace(self, recompute=recompute)
 
-    def most_inputs(self, name: str) -> int:
-        """Return half as many for ``down`` if gate and up are one matrix, which makes both."""
-        is_half = self.gate == self.up and name.partition(".")[0] == self.down
-        return FEATURES // 2 if is_half else FEATURES
-
     @classmethod
     def find(cls, model: nn.Module) -> Iterator[Found]:
         """Yield modules with linears or stacks of the known names."""
@@ -101,16 +96,15 @@ class Gated(Pattern):
     @classmethod
     def _found(cls, name: str, module: nn.Module, linears: tuple[str, str, str]) -> Found:
         attribute = _act_of(module)
-        reason = cls._why_unlike(module, linears, attribute) or why_watched(module) or ""
+        reason = cls._why_unlike(module, linears, attribute)
         activations: Sequence[Any] = get_args(ActivationName)
         if attribute is not None and not reason:
-            recorder = Recorder(module, cls.tables_of)
-            activations = _activations_like(recorder, attribute, cls._weight(module, linears[0]))
-            if not activations:
+            with on_copies(module):
                 activation = getattr(module, attribute)
+                activations = _activations_like(activation, cls._weight(module, linears[0]))
+            if not activations:
                 label = getattr(activation, "__name__", type(activation).__name__)
-                unlike = f"its {attribute}, {label}, is none of {', '.join(ACTIVATIONS)}"
-                reason = recorder.reason or unlike
+                reason = f"its {attribute}, {label}, is none of {', '.join(ACTIVATIONS)}"
         shown = activations[0] if len(activations) == 1 else attribute or "?"
         computes = cls._formula(linears, shown)
         return Found(name, module, computes, cls._patterns(module, linears, activations), reason)
@@ -148,16 +142,23 @@ class Gated(Pattern):
         difference = difference_of([weight.recipe for weight in weights.values()])
         return f"its {cls.noun} have {difference}" if difference else None
 
+    def why_watched(self, module: nn.Module) -> str | None:
+        """Return what may see or change the modules in ``module``, if anything does."""
+        for name, inner in module._modules.items():
+            if inner is None:
+                continue
+            if "forward" in inner.__dict__:
+                return f"{name} has a forward of its own"
+            for kind in _HOOKS:
+                if any(map(_is_of_users, inner.__dict__[kind].values())):
+                    return f"{name} has hooks"
+        if torch.nn.modules.module._has_any_global_hook():
+            return "there are hooks for all modules"
+        return None
 
-@dataclass(frozen=True)
+
 class MLP(Gated):
-    """A gated MLP of linears.
-
-    Attributes:
-        biases: the names of the linears that had a bias when this was verified.
-    """
-
-    biases: tuple[str, ...] = ()
+    """A gated MLP of linears."""
 
     known = (
         ("gate_proj", "up_proj", "down_proj"),  # transformers'
@@ -173,14 +174,6 @@ class MLP(Gated):
     @classmethod
     def _weight(cls, module: nn.Module, name: str) -> Any:
         return module._modules[name]._parameters.get("weight")  # type: ignore[union-attr]
-
-    @classmethod
-    def _patterns(
-        cls, module: nn.Module, linears: tuple[str, str, str], activations: Sequence[Any]
-    ) -> Sequence[Pattern]:
-        held = ((name, module._modules[name]) for name in dict.fromkeys(linears))
-        biases = tuple(name for name, linear in held if getattr(linear, "bias", None) is not None)
-        return [cls(*linears, activation, biases=biases) for activation in activations]
 
     @classmethod
     def _why_unlike(cls, module: nn.Module, linears: tuple[str, str, str], act: str | None) -> str:
@@ -206,17 +199,15 @@ class MLP(Gated):
             weight = linear._parameters.get("weight")
             is_fp8 = isinstance(weight, (BlockwiseFP8Weight, BlockwiseFP8Tensor))
             held[name] = weight if is_fp8 else None
-            if (linear._parameters.get("bias") is not None) != (name in self.biases):
-                return f"{name} had a bias when it was verified, or has one now"
-        return why_watched(module) or self._why_no_recipe(held)
+        return self.why_watched(module) or self._why_no_recipe(held)
 
     def run(self, module: Any, *args: Any) -> Tensor:
         """Compute the MLP as one function."""
-        held: list[Any] = [module._modules[name]._parameters for name in self.linears]
+        linears: list[Any] = [module._modules[name] for name in self.linears]
         return functional.gated_mlp(
             args[0],
-            *self.by_role([parameters["weight"] for parameters in held]),
-            *self.by_role([parameters.get("bias") for parameters in held]),
+            *self.by_role([linear.weight for linear in linears]),
+            *self.by_role([linear.bias for linear in linears]),
             activation=self.activation,
             recompute=self.recompute,
         )
@@ -235,40 +226,23 @@ class MLP(Gated):
         return drawn.rows(parameters[f"{self.gate}.weight"]), lambda x: (x,)
 
 
-def why_watched(module: nn.Module) -> str | None:
-    """Return what may see or change the modules in ``module``, if anything does."""
-    for name, inner in module._modules.items():
-        if inner is None:
-            continue
-        if "forward" in inner.__dict__:
-            return f"{name} has a forward of its own"
-        for kind in _HOOKS:
-            hooks = inner.__dict__[kind]
-            if hooks and any(map(_is_of_users, hooks.values())):
-                return f"{name} has hooks"
-    if torch.nn.modules.module._has_any_global_hook():
-        return "there are hooks for all modules"
-    return None
-
-
 def _act_of(module: nn.Module) -> str | None:
     """Return the attribute that holds a module's activation, if any does; methods are its code."""
     held = {**module.__dict__, **module._modules}
     return next((name for name in _ACTS if callable(held.get(name))), None)
 
 
-def _activations_like(recorder: Recorder, attribute: str, weight: Tensor) -> list[str]:
-    """List the activations with the values of a module's for all bf16 numbers."""
+def _activations_like(act: Callable[[Tensor], Any], weight: Tensor) -> list[str]:
+    """List the activations with the values of ``act`` for all bf16 numbers."""
     device = weight.device if weight.device.type != "meta" else torch.device("cpu")
     x = torch.arange(-(2**15), 2**15, device=device).to(torch.int16).view(torch.bfloat16)
     x = x.to(weight.dtype)
     x = x[x.isfinite()]
-    twin = recorder.twin()
     try:
-        with torch.no_grad(), recorder.watching():
-            y = getattr(twin, attribute)(x.clone())  # which it may write to
+        with torch.no_grad():
+            y = act(x.clone())  # which it may write to
         return [name for name in ACTIVATIONS if torch.equal(y, ACTIVATIONS[name].value(x))]
-    except (Exception, Refused):
+    except Exception:
         return []
 
 

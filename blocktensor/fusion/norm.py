@@ -17,8 +17,7 @@ from ..autograd.quantize import normed
 from ..ops.norm.reference import NormKind
 from ..ops.runtime.specialize import PLAIN
 from ..sharding.dtensor import fp8_part
-from .pattern import Drawn, Found, Pattern, Sample, Verified, held_by, why_different
-from .recorder import Recorder
+from .pattern import Drawn, Found, Pattern, Sample, held_by, why_different
 
 _READERS = {
     "input_layernorm": ("self_attn", "attention"),
@@ -84,10 +83,10 @@ class Norm(Pattern):
                 reason = _why_unlike(norm, readers)
                 yield Found(name, norm, _computes(linears), patterns, reason, readers)
 
-    def verify(self, module: nn.Module, recorder: Recorder, drawn: Drawn) -> Verified:
+    def verify(self, module: nn.Module, drawn: Drawn) -> tuple[Pattern | None, str]:
         """Verify the norm, if torch has no kernel of its own for it."""
         with _Calls() as calls:
-            why = why_different(self, recorder, drawn)
+            why = why_different(self, module, drawn)
         if calls.fused:
             return None, "torch computes it in one kernel"
         return (self, "") if why is None else (None, why)

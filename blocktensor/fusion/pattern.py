@@ -9,6 +9,7 @@ CPU takes seconds; a module that reads its own sizes, and raises for others, run
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, NamedTuple
@@ -18,12 +19,13 @@ from torch import Tensor, nn
 
 from ..sharding.dtensor import fp8_part
 from ..tensor.weight import BlockwiseFP8Weight
-from .recorder import Recorder, Refused
+from .forward_reads import on_copies, state_of
+from .fused_class import own_forward
 
 _ROWS = (2, 68)
 """Leading dimensions of the input: rows that fill no whole number of blocks."""
 
-FEATURES = 656
+_FEATURES = 656
 """Most features of a drawn weight: several blocks of every format, and a part of one."""
 
 _EXPERTS = 4
@@ -36,20 +38,11 @@ _EXPONENTS = {torch.float16: (-6, 3)}
 _MOST_EXPONENTS = (-30, 30)
 """Half of the rows are scaled by powers of two from this range."""
 
-_WAYS = {
-    "": (True, False, True),
-    " in evaluation mode": (False, False, True),
-    " under autocast": (True, True, True),
-    " without gradients": (False, False, False),
-}
-"""How a forward is run: in training mode, under autocast to bf16, with gradients."""
+_WAYS = ((True, False), (False, False), (True, True))
+"""Training mode, and autocast to bf16."""
 
 Sample = tuple[Tensor, Callable[[Tensor], tuple[Any, ...]]]
 """The first argument of a forward, and a function that makes all arguments from it."""
-
-
-Verified = tuple["Pattern | None", str]
-"""A pattern that a module computes, or None and why it computes none."""
 
 
 class Found(NamedTuple):
@@ -106,14 +99,9 @@ class Pattern:
         """Return ``module(*args)``, computed as one function."""
         raise NotImplementedError
 
-    @staticmethod
-    def tables_of(x: Any) -> Sequence[str]:
-        """Name the dictionaries that are all the state of an object which forwards may read."""
-        return ()
-
-    def verify(self, module: nn.Module, recorder: Recorder, drawn: Drawn) -> Verified:
+    def verify(self, module: nn.Module, drawn: Drawn) -> tuple[Pattern | None, str]:
         """Return the pattern that the module computes, or None and what differs."""
-        why = why_different(self, recorder, drawn)
+        why = why_different(self, module, drawn)
         return (self, "") if why is None else (None, why)
 
     def parameters(self, module: Any) -> list[tuple[nn.Module, str, str]]:
@@ -123,10 +111,6 @@ class Pattern:
     def drawn_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype of what is drawn for a parameter of this dtype."""
         return dtype
-
-    def most_inputs(self, name: str) -> int:
-        """Return the most input features of a matrix that is drawn, by its name."""
-        return FEATURES
 
     def held_as(self, parameter: nn.Parameter) -> Any:
         """Return what the module holds of a drawn parameter."""
@@ -182,105 +166,87 @@ class Drawn:
         return self.of("x", (*_ROWS, weight.shape[-1]), weight, spread=True)
 
 
-def why_different(pattern: Pattern, recorder: Recorder, drawn: Drawn) -> str | None:
-    """Return why a module does not run as ``pattern`` does, or what differs; None if it does."""
-    why = _why_different(pattern, recorder, drawn, True)
+def why_different(pattern: Pattern, module: nn.Module, drawn: Drawn) -> str | None:
+    """Return why ``module`` does not run as ``pattern`` does, or what differs; None if it does."""
+    why = _why_different(pattern, module, drawn, True)
     if why is not None and why.startswith(_RAISED):  # it may read its own sizes
-        return _why_different(pattern, recorder, drawn, False)
+        return _why_different(pattern, module, drawn, False)
     return why
 
 
-def _why_different(pattern: Pattern, recorder: Recorder, drawn: Drawn, small: bool) -> str | None:
+def _why_different(pattern: Pattern, module: nn.Module, drawn: Drawn, small: bool) -> str | None:
     """Run :func:`why_different` with small parameters, or with parameters of the module's sizes."""
-    twin = recorder.twin()
-    parameters = _stand_ins(pattern, twin, drawn, small)
-    x, arguments = pattern.sample(parameters, drawn)
-    if reason := pattern.why_not(twin, *arguments(x)):
-        return reason
+    with on_copies(module):
+        parameters = _stand_ins(pattern, module, drawn, small)
+        x, arguments = pattern.sample(parameters, drawn)
+        with _kept_random_numbers(x):
+            if reason := pattern.why_not(module, *arguments(x)):
+                return reason
+            before = state_of(module)
 
-    def fused(*args: Any) -> Any:
-        if pattern.why_not(twin, *args):  # under autocast
-            return recorder.forward(*args)
-        return pattern.run(twin, *args)
+            def as_written(x: Tensor) -> Any:
+                return own_forward(module)(*arguments(x))
 
-    for mode, (training, autocast, grad) in _WAYS.items():
-        for each in twin.modules():
-            each.training = training
-        try:
-            with (
-                torch.random.fork_rng([x.device] if x.is_cuda else []),
-                torch.autocast(x.device.type, torch.bfloat16, enabled=autocast),
-                torch.set_grad_enabled(grad),
-            ):
-                leaf = x.clone().requires_grad_(grad)
-                args = arguments(leaf)
-                with _no_writes(args, parameters), recorder.watching():
-                    wanted = _results(recorder.forward, leaf, args, parameters, drawn)
-                leaf = x.clone().requires_grad_(grad)
-                got = _results(fused, leaf, arguments(leaf), parameters, drawn)
-        except Refused as refused:
-            return str(refused)
-        except Exception as error:
-            return f"{_RAISED} {type(error).__name__} on one tensor: {error}"
-        for name in wanted:
-            if not _same(wanted[name], got.get(name)):
-                return f"differs in {name}{mode}"
+            def fused(x: Tensor) -> Any:
+                args = arguments(x)
+                if pattern.why_not(module, *args):  # under autocast
+                    return own_forward(module)(*args)
+                return pattern.run(module, *args)
+
+            for training, autocast in _WAYS:
+                for each in module.modules():
+                    each.training = training
+                mode = "" if training else " in evaluation mode"
+                mode += " under autocast" if autocast else ""
+                with torch.autocast(x.device.type, torch.bfloat16, enabled=autocast):
+                    why = _why_unequal(
+                        as_written, fused, lambda run: _results(run, x, parameters, drawn)
+                    )
+                after = state_of(module)
+                for name in dict.fromkeys((*before, *after)):
+                    if before.get(name) != after.get(name):
+                        return f"its forward changes {name}"
+                if why is not None:
+                    return why if why.startswith(_RAISED) else why + mode
     return None
 
 
+def _why_unequal(
+    one: Callable[[Tensor], Any],
+    other: Callable[[Tensor], Any],
+    results: Callable[[Callable[[Tensor], Any]], dict[str, Any]],
+) -> str | None:
+    """Return what differs between the named results of two functions; None if no bit does."""
+    made = []
+    for run in (one, other):
+        try:
+            made.append(results(run))
+        except Exception as error:
+            return f"{_RAISED} {type(error).__name__} on one tensor: {error}"
+    wanted, got = made
+    different = [name for name in wanted if not _same(wanted[name], got.get(name))]
+    return f"differs in {different[0]}" if different else None
+
+
 def _results(
-    run: Callable[..., Any],
-    leaf: Tensor,
-    args: tuple[Any, ...],
-    parameters: dict[str, Tensor],
-    drawn: Drawn,
+    run: Callable[[Tensor], Any], x: Tensor, parameters: dict[str, Tensor], drawn: Drawn
 ) -> dict[str, Any]:
-    """Return the output of ``run(*args)``, and gradients for a drawn gradient of it, with names."""
-    y = run(*args)
-    if not isinstance(y, Tensor):
-        return {"the type of its output": type(y).__name__}
-    results: dict[str, Any] = {"its output": y.detach(), "attributes of its output": [*vars(y)]}
-    if leaf.requires_grad:
-        gradient = drawn.of("the gradient of the output", tuple(y.shape), y)
+    """Return the output of ``run(x)`` and the gradients for a drawn gradient of it, with names."""
+    with torch.enable_grad():
+        leaf = x.clone().requires_grad_()
+        y = run(leaf)
+        if not isinstance(y, Tensor):
+            return {"the type of its output": type(y).__name__}
+        grad = drawn.of("the gradient of the output", tuple(y.shape), y)
         inputs = {"its input": leaf, **parameters}
-        grads = torch.autograd.grad(y, list(inputs.values()), gradient, allow_unused=True)
-        results |= {f"the gradient of {x}": g for x, g in zip(inputs, grads, strict=True)}
-    return results
-
-
-@contextmanager
-def _no_writes(args: tuple[Any, ...], parameters: dict[str, Tensor]) -> Iterator[None]:
-    """Check that neither arguments nor parameters change, and that no random numbers are drawn.
-
-    Raises:
-        Refused: they do, or are.
-    """
-    tensors = {f"its argument {i}": x for i, x in enumerate(args) if isinstance(x, Tensor)}
-    before = {
-        name: (x, {*vars(x)}, _values(x).clone()) for name, x in (tensors | parameters).items()
-    }
-    random = _random_state(args[0])
-    yield
-    for name, (x, attributes, values) in before.items():
-        if vars(x).keys() != attributes or not torch.equal(_values(x), values):
-            raise Refused(f"its forward changes {name}")
-    if not all(map(torch.equal, random, _random_state(args[0]))):
-        raise Refused("its forward draws random numbers")
-
-
-def _values(x: Tensor) -> Tensor:
-    return x.master if isinstance(x, BlockwiseFP8Weight) else x.detach()
-
-
-def _random_state(x: Tensor) -> list[Tensor]:
-    """Return the state of the generators that a forward of ``x`` would use."""
-    state = [torch.get_rng_state()]
-    return [*state, torch.cuda.get_rng_state(x.device)] if x.is_cuda else state
+        grads = torch.autograd.grad(y, list(inputs.values()), grad, allow_unused=True)
+    named = {f"the gradient of {name}": g for name, g in zip(inputs, grads, strict=True)}
+    return {"its output": y.detach(), **named}
 
 
 def _same(a: Any, b: Any) -> bool:
     if not isinstance(a, Tensor) or not isinstance(b, Tensor):
-        return bool(a == b)
+        return a is b
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return False
     bits = {1: torch.int8, 2: torch.int16, 4: torch.int32}[a.itemsize]
@@ -292,9 +258,8 @@ def _stand_ins(pattern: Pattern, module: nn.Module, drawn: Drawn, small: bool) -
     parameters: dict[str, Tensor] = {}
     for holder, key, name in pattern.parameters(module):
         old: Any = holder._parameters[key]
-        shape = _smaller(old.shape, pattern.most_inputs(name)) if small else tuple(old.shape)
-        values = drawn.of(name, shape, old)
-        values = values.to(pattern.drawn_dtype(values.dtype), copy=True)
+        values = drawn.of(name, _smaller(old.shape) if small else tuple(old.shape), old)
+        values = values.to(pattern.drawn_dtype(values.dtype))
         fp8 = fp8_part(old)
         made = values if fp8 is None else BlockwiseFP8Weight(values, fp8.recipe)
         parameters[name] = parameter = nn.Parameter(made)
@@ -303,8 +268,18 @@ def _stand_ins(pattern: Pattern, module: nn.Module, drawn: Drawn, small: bool) -
     return parameters
 
 
-def _smaller(shape: Sequence[int], inputs: int) -> tuple[int, ...]:
-    if len(shape) == 1:
-        return (min(shape[0], FEATURES),)
-    *experts, rows, columns = shape
-    return *(min(n, _EXPERTS) for n in experts), min(rows, FEATURES), min(columns, inputs)
+def _smaller(shape: Sequence[int]) -> tuple[int, ...]:
+    *experts, rows, columns = (1, *shape) if len(shape) == 1 else shape
+    sizes = *(min(n, _EXPERTS) for n in experts), min(rows, _FEATURES), min(columns, _FEATURES)
+    return sizes[-len(shape) :]
+
+
+@contextmanager
+def _kept_random_numbers(x: Tensor) -> Iterator[None]:
+    """Leave the random numbers of torch and Python as they were."""
+    state = random.getstate()
+    try:
+        with torch.random.fork_rng([x.device] if x.is_cuda else []):
+            yield
+    finally:
+        random.setstate(state)

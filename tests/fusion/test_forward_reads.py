@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from blocktensor import fuse, unfuse
+from blocktensor.fusion.forward_reads import Reads, reads_of
 from tests.support.compiling import afresh
 from tests.support.fused_kinds import count_runs
 from tests.support.gated import assert_bits

@@ -59,13 +59,11 @@ FORWARDS: dict[str, Callable[[Any, Tensor], Tensor]] = {
 
 
 def planted(name: str) -> Callable[[], nn.Module]:
-    whole, scaled = FORWARDS.get(name), SCALED.get(name)
-
     class Planted(Norm):
         def forward(self, x: Tensor) -> Tensor:
-            if scaled is None:
-                return whole(self, x)
-            return self.weight * scaled(x, self.variance_epsilon).to(x.dtype)
+            if name in FORWARDS:
+                return FORWARDS[name](self, x)
+            return self.weight * SCALED[name](x, self.variance_epsilon).to(x.dtype)
 
     return Planted
 

@@ -6,10 +6,10 @@ import math
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from blocktensor import Recipe, convert
+from tests.support.gated import EAGER
 from tests.support.models import randn
 from tests.support.steps import step
 
@@ -36,7 +36,7 @@ class Sizes(nn.Module):
             self.register_parameter(name, nn.Parameter(values))
 
     def act(self, x: Tensor) -> Tensor:
-        return F.silu(x) if self.act_name == "silu" else F.gelu(x, approximate="tanh")
+        return EAGER[self.act_name](x)
 
     def hidden(self, gate: Tensor, up: Tensor) -> Tensor:
         return self.act(gate) * up
@@ -49,7 +49,7 @@ class Sizes(nn.Module):
 
     def forward(self, x: Tensor, groups: Tensor) -> Any:
         offs = self.offs(groups)
-        gate, up, down = (self.plain(getattr(self, name)) for name in self.NAMES)
+        gate, up, down = (self.plain(self._parameters[name]) for name in self.NAMES)
 
         def by(x: Tensor, w: Any) -> Tensor:
             return torch._grouped_mm(x.bfloat16(), w.bfloat16().transpose(-2, -1), offs=offs)

@@ -103,13 +103,12 @@ PLANTED = [*H, *FORWARDS]
 
 def planted(name: str) -> nn.Module:
     """An MLP of this difference."""
-    h, whole = H.get(name), FORWARDS.get(name)
 
     class Planted(MLP):
         def forward(self, x: Tensor) -> Any:
-            if h is None:
-                return whole(self, x)
-            return self.down_proj(h(self.gate_proj(x), self.up_proj(x)))
+            if name in FORWARDS:
+                return FORWARDS[name](self, x)
+            return self.down_proj(H[name](self.gate_proj(x), self.up_proj(x)))
 
     return Planted(bias=name == "a bias left out")
 
