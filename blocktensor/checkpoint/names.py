@@ -7,7 +7,6 @@ here in place of tensors, and the names under which they come out are the answer
 
 from __future__ import annotations
 
-import copy
 import importlib
 import sys
 from collections.abc import Container, Iterable, Iterator, Mapping
@@ -236,11 +235,13 @@ def _revert(model: nn.Module, probes: Mapping[str, Tensor]) -> dict[str, Any]:
     """
     # What a model was loaded from changes what its own save_pretrained reverts: the names of an FP8
     # checkpoint that it dequantized would be lost, and those of one model would not be another's.
-    model = copy.copy(model)
-    vars(model).pop("_weight_conversions", None)
+    # Not copy.copy: fully_shard and replicate give a root a class whose copies run its constructor.
+    renamed = object.__new__(type(model))
+    vars(renamed).update(vars(model))
+    vars(renamed).pop("_weight_conversions", None)
     try:
         library = importlib.import_module("transformers.core_model_loading")
-        made: dict[str, Any] = library.revert_weight_conversion(model, dict(probes))
+        made: dict[str, Any] = library.revert_weight_conversion(renamed, dict(probes))
     except Exception:
         return {}
     return made
