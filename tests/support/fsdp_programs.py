@@ -98,7 +98,7 @@ COUNTED: dict[str, Write] = {
 }
 UNCOUNTED: dict[str, Write] = {
     "to_local.view.data": lambda p: p.to_local().view(-1).data.mul_(2.9),
-    "data of rows": lambda p: p.to_local()[:5].data.mul_(7.1),
+    "data of a view": lambda p: p.to_local().view(-1).data[-99:].mul_(7.1),
     "numpy": lambda p: rows_of(p).numpy().__imul__(1.7),
 }
 
@@ -128,11 +128,12 @@ class Uses:
         values: of the parameters of each module, in the order in which it ran.
         is_changed: True if the control's backward read other values than its forward.
         is_plain_changed: True if these were of parameters that are not converted.
+        is_unseen: True if a weight was written to, uncounted, since it was gathered.
     """
 
     def __init__(self) -> None:
         self.values: dict[str, list[dict[str, Tensor]]] = defaultdict(list)
-        self.is_changed = self.is_plain_changed = False
+        self.is_changed = self.is_plain_changed = self.is_unseen = False
 
 
 class Graph(NamedTuple):
@@ -181,6 +182,15 @@ def _add(sums: dict[str, Tensor], name: str, grad: Tensor) -> None:
     sums[name] = sums[name] + grad if name in sums else grad
 
 
+class Action(NamedTuple):
+    """What happens inside of a forward."""
+
+    kind: str
+    name: str
+    how: str
+    alone: int | None
+
+
 class Program:
     """One random program.
 
@@ -199,6 +209,10 @@ class Program:
         self.steps_in_backward = draw.random() < 0.15
         self.checkpointed = draw.random() < 0.2
         self.has_run = False
+        self.shards = range(1 if how == "replicate" else mesh.size(-1))
+        self.alone = [None] * 8 + [*self.shards]  # the ranks that write
+        # a step in backward would write NaN
+        self.unseen = [] if self.steps_in_backward else [*UNCOUNTED]
         self.graphs: list[Graph] = []
         self.handles: list[Any] = []
         self.uses: Uses | None = None
@@ -367,7 +381,7 @@ class Program:
             grad = not plain and draw.random() < 0.7
         actions = {} if plain or part else self._actions(len(order))
         if fails:
-            actions[draw.randint(0, len(order))] = ("raise", "", "")
+            actions[draw.randint(0, len(order))] = Action("raise", "", "", None)
         self.add(f"{part!r} {order} {grad=} {actions}")
         x = randn(6, K, seed=draw.randrange(10**6), dtype=torch.float32)
         needs = grad and draw.random() < 0.5
@@ -400,6 +414,13 @@ class Program:
             reference.given = given
         sharded, control, one, plain = made
         assert one.isfinite().all()
+        how = {how for kind, _, how, _ in actions.values() if kind == "write"}
+        uses.is_changed, uses.is_unseen = bool(how), bool(how & UNCOUNTED.keys())
+        if uses.is_unseen and sharded.isnan().any():  # so on all ranks
+            self.counts["nan"] += 1
+            self.forget()
+            self.reshard_all()  # what stays gathered stays NaN
+            return
         assert torch.equal(sharded, one), (sharded - one).norm() / one.norm()
         assert torch.equal(control, plain)
         self.counts["outputs"] += 1
@@ -407,37 +428,34 @@ class Program:
             losses = [y.square().mean() for y in made]
             uses.values.clear()
             self.graphs.append(Graph(losses, leaves, references, uses))
-            uses.is_changed = any(kind == "write" for kind, *_ in actions.values())
         del self.graphs[:-3]
 
     def _run(self, model: Body, part: str, x: Tensor, order: list[int]) -> Tensor:
         return model.get_submodule(part)(x) if part else model(x, order)
 
-    def _actions(self, blocks: int) -> dict[int, tuple[str, str, str]]:
+    def _actions(self, blocks: int) -> dict[int, Action]:
         """What happens inside of a forward, by place."""
-        actions: dict[int, tuple[str, str, str]] = {}
+        draw, actions = self.draw, {}
         for position in range(blocks + 1):
-            if self.draw.random() < 0.12:
-                kind = self.draw.choice(["write", "write", "unshard", "reshard"])
+            if draw.random() < 0.12:
+                kind = draw.choice(["write", "write", "unshard", "reshard"])
                 names = list(sharded_parameters(self.sharded)) if kind == "write" else self.names
-                actions[position] = (
-                    kind, self.draw.choice(names), self.draw.choice([*COUNTED]),
-                )  # fmt: skip
+                how = draw.choice([*COUNTED, *self.unseen])
+                alone = draw.choice(self.alone) if how in UNCOUNTED else None
+                actions[position] = Action(kind, draw.choice(names), how, alone)
         return actions
 
-    def _inside(self, actions: dict[int, Any], model: Body, position: int) -> None:
-        kind, name, how = actions.get(position, ("", "", ""))
+    def _inside(self, actions: dict[int, Action], model: Body, position: int) -> None:
+        kind, name, how, alone = actions.get(position, Action("", "", "", None))
         if kind == "raise":
             raise Planned
         if kind == "write":
-            for graph in self.graphs:
-                graph.uses.is_changed = True
             with torch.no_grad():
                 p = sharded_parameters(model)[name]
                 if model is self.control:
                     rows_of(p).copy_(self.rows[name].pop(0))
                 else:
-                    self._write(p, COUNTED[how])
+                    self._write(p, how, alone)
                     self.rows[name].append(rows_of(p).clone())
         elif kind == "unshard":
             model.get_submodule(name).unshard()
@@ -471,7 +489,8 @@ class Program:
             self.counts["errors"] += 1
             self.recover()
             return
-        if graph.uses.is_plain_changed:  # FSDP2 reads the new values in backward
+        if graph.uses.is_unseen or graph.uses.is_plain_changed:
+            # FSDP2 reads the new values in backward; converted weights are that, or NaN
             self.counts["changed by FSDP2"] += 1
             self.forget()
             return
@@ -522,31 +541,31 @@ class Program:
                 rows_of(p).copy_(self.rows[name].pop(0))
         p.grad = None
 
-    def on_write(self) -> None:
+    def on_write(self, is_unseen: bool = False) -> None:
         for graph in self.graphs:
             graph.uses.is_changed = True
+            graph.uses.is_unseen |= is_unseen
 
-    def _write(self, p: Any, write: Write) -> None:
-        write(p)
+    def _write(self, p: Any, how: str, alone: int | None) -> None:
+        """Write to a weight on all ranks, or on those that hold one of its parts."""
+        self.on_write(how in UNCOUNTED)
+        if alone not in (None, dist.get_rank() % len(self.shards)):
+            return
+        (COUNTED | UNCOUNTED)[how](p)
         values = rows_of(p).data
         values.copy_(values.nan_to_num(1, 1, 1).clamp(-2, 2))
 
     @torch.no_grad()
     def write(self) -> None:
-        """Write to a weight on all ranks, or on those that hold one of its parts."""
         found = sharded_parameters(self.sharded)
         name = self.draw.choice([*found])
         how = self.draw.choice([*COUNTED, *UNCOUNTED])
-        shards = 1 if self.how == "replicate" else self.mesh.size(-1)
-        alone = self.draw.choice([None] * 8 + [*range(shards)])
+        alone = self.draw.choice(self.alone)
         self.add(f"{name} {how} {alone=}")
-        if how in UNCOUNTED or alone is not None:
-            self.graphs.clear()  # plain PyTorch would use the new values on those ranks alone
-        mine = 0 if self.how == "replicate" else dist.get_rank() % shards
-        if alone in (None, mine):
-            self._write(found[name], (COUNTED | UNCOUNTED)[how])
+        if how in UNCOUNTED and not self.unseen or how in COUNTED and alone is not None:
+            self.graphs.clear()  # one rank alone would raise
+        self._write(found[name], how, alone)
         self.copy_rows()
-        self.on_write()
 
     @torch.no_grad()
     def copy_rows(self) -> None:

@@ -112,36 +112,38 @@ class Layout:
 
 
 class Reduction:
-    """The amaxes and scales of one reduction. Nobody writes to them again.
+    """The flat tensors of one reduction. Nobody writes to them again.
 
-    A gather that is on its way has the scales of its bytes, whatever was reduced since.
+    So a gather that is on its way has the scales of its bytes, whatever was reduced since.
     """
 
-    def __init__(self, amaxes: Tensor, scales: Tensor) -> None:
-        self.amaxes, self.scales = amaxes, scales
+    def __init__(self, *flat: Tensor) -> None:
+        self._flat = flat
         self._streams: set[Any] = set()
 
     def used_here(self) -> None:
         """Keep the memory until work that the current stream has by now is done."""
-        if not self.amaxes.is_cuda:
+        if not self._flat[0].is_cuda:
             return
-        stream = torch.cuda.current_stream(self.amaxes.device)
+        stream = torch.cuda.current_stream(self._flat[0].device)
         if stream not in self._streams:
             self._streams.add(stream)
-            self.amaxes.record_stream(stream)
-            self.scales.record_stream(stream)
+            for flat in self._flat:
+                flat.record_stream(stream)
 
 
 class Reduced(NamedTuple):
     """What this rank knows of the blocks of one weight.
 
     Attributes:
-        amax: of the blocks that its rows lie in.
+        own: the amaxes of its rows in the blocks that they lie in.
+        amax: of these blocks.
         scale: of all blocks.
         changes: how often its rows had changed when they were read; None if all this is NaN.
         reduction: the flat tensors.
     """
 
+    own: Tensor
     amax: Tensor
     scale: Tensor
     changes: int | None
@@ -212,12 +214,16 @@ class AmaxTable:
         return reduced
 
     def cast(self, index: int, rows: Tensor, reduced: Reduced) -> Tensor:
-        """Cast this rank's rows of a weight by the scales of the whole: e4m3."""
+        """Cast this rank's rows of a weight by the scales of the whole: e4m3.
+
+        Blocks become NaN if rows have changed since they were reduced, but for changes that leave
+        the scales as they are: so all ranks see changes that nobody counts.
+        """
         part = self.slices[index]
         if not rows.numel():
             return torch.empty(rows.shape, dtype=part.format.dtype, device=rows.device)
         reduced.reduction.used_here()
-        return quantize_shard(rows, reduced.amax, part.format, *part.offsets)
+        return quantize_shard(rows, reduced.amax, part.format, *part.offsets, reduced.own)
 
     def known(self, index: int) -> Reduced | None:
         """Return the latest of a weight; None if its amaxes were never reduced."""
@@ -230,8 +236,8 @@ class AmaxTable:
             return reduced
         layout = self._layouts[self._all]
         nan = torch.full((layout.size,), math.nan, device=self.weights[index].device)
-        views = layout.own[index].of(nan), layout.whole[index].of(nan)
-        return Reduced(*views, None, Reduction(nan, nan))
+        views = (layout.own[index].of(nan),) * 2, layout.whole[index].of(nan)
+        return Reduced(*views[0], views[1], None, Reduction(nan))
 
     def _prepare(self, together: tuple[int, ...]) -> None:
         """Reduce what a gather of these weights needs."""
@@ -278,27 +284,32 @@ class AmaxTable:
         weights, layout = [self.weights[i] for i in some], self._layouts[some]
         changes = [weight.changes() for weight in weights]
         first = weights[0]
-        flat = torch.zeros(layout.size, dtype=torch.float32, device=first.device)
-        own = [view.of(flat) for view in layout.own]
+        mine = torch.zeros(layout.size, dtype=torch.float32, device=first.device)
+        own = [view.of(mine) for view in layout.own]
         targets, sources = [], []
         for index, weight, target in zip(some, weights, own, strict=True):
             shard, part = _shard_of(weight), self.slices[index]
             if shard is not None and shard.master.numel():
                 targets.append(target)
                 amax = shard_amax(shard.master, part.format, *part.offsets)
-                sources.append(amax.to(flat.device))
+                sources.append(amax.to(mine.device))
         if targets:
             torch._foreach_copy_(targets, sources)
+        flat = mine
         if first.ranks > 1:
+            flat = mine.clone()
             # as integers, magnitudes keep their order, with NaN above Inf
             dist.all_reduce(flat.view(torch.int32), dist.ReduceOp.MAX, first.group)
         self.reductions += 1
         scales = torch.empty_like(flat)
         for format, where in layout.formats.items():
             scales[where].copy_(scale_from_amax(flat[where], format))
-        reduction = Reduction(flat, scales)
-        for i, amax, whole, count in zip(some, own, layout.whole, changes, strict=True):
-            self._reduced[i] = Reduced(amax, whole.of(scales), count, reduction)
+        reduction = Reduction(mine, flat, scales)
+        for i, part_of_mine, count, here, whole in zip(
+            some, own, changes, layout.own, layout.whole, strict=True
+        ):
+            views = part_of_mine, here.of(flat), whole.of(scales)
+            self._reduced[i] = Reduced(*views, count, reduction)
 
 
 class Place(NamedTuple):
