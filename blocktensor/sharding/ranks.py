@@ -27,9 +27,7 @@ _asked: dict[str, int] = {}
 Result = TypeVar("Result")
 
 
-def agree(
-    what: str, mine: Sequence[str], group: dist.ProcessGroup, remedy: str = _REMEDY
-) -> None:
+def agree(what: str, mine: Sequence[str], group: dist.ProcessGroup, remedy: str = _REMEDY) -> None:
     """Check that all ranks of ``group`` call this with the same lines, which describe ``what``.
 
     The lines pass through the store of the default group: a collective could be matched with

@@ -45,12 +45,13 @@ class ShardedParam:
         self.shape, self.dim = tuple(param._orig_size), param.fsdp_placement.dim
         # replicate() is FSDP2 with nothing sharded
         is_sharded = hasattr(info, "shard_process_group")
-        rank, self.ranks = (info.shard_mesh_rank, info.shard_mesh_size) if is_sharded else (0, 1)
+        rank, ranks = (info.shard_mesh_rank, info.shard_mesh_size) if is_sharded else (0, 1)
+        self.ranks: int = ranks
         self.group: torch.distributed.ProcessGroup = (
             info.shard_process_group if is_sharded else info.replicate_process_group
         )
         whole = self.shape[self.dim]
-        each = ceil_div(whole, self.ranks)
+        each = ceil_div(whole, ranks)
         self.start = min(rank * each, whole)
         self.device: torch.device = param.device
         self.owner, self._group, self._context = map(weakref.ref, (param, group, context))

@@ -96,6 +96,9 @@ class GatheredInFP8(FP8Base):
         FSDP gathers the bytes again into the same memory, uncounted; so are the scales written. The
         generation says which values these are.
         """
+        if torch.is_inference_mode_enabled():  # a forward for training may find it gathered
+            with torch.inference_mode(False):
+                return self.fsdp_post_all_gather(all_gather_outputs, metadata, param_dtype, out=out)
         (gathered,), (shape, scale, recipe, reduced) = all_gather_outputs, metadata
         local = local_of(out)  # FSDP wraps weights that tensor parallelism has cut
         weight: Any = out if local is None else local

@@ -244,7 +244,7 @@ UNSEEN: dict[str, Callable[[Any], Any]] = {
 @on_ranks(2, gpus=())
 def test_writes_that_nobody_counts(mesh: DeviceMesh, write: str) -> None:
     for writes in ((0, 1), (1,)):
-        model, single = following(mesh)
+        model, _ = following(mesh)
         weight, is_mine = model.teacher.weight, mesh.get_local_rank() in writes
         change = lambda p=weight, mine=is_mine: mine and UNSEEN[write](p)  # noqa: E731
         model.follow = change
@@ -275,7 +275,7 @@ def test_a_compiled_block_whose_weight_changes_before_backward(mesh: DeviceMesh)
 
 def steps(model: nn.Module, run: Callable[[nn.Module], Any]) -> Wire:
     """What the third step sends."""
-    for number in range(3):
+    for _ in range(3):
         with Wire() as wire:
             run(model)
             for p in model.parameters():
