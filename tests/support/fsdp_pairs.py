@@ -31,6 +31,7 @@ class Pair:
         uses: where the control notes what it has gathered, while it runs.
         rows: what the control has to copy, by name.
         stepped: gradients by which a backward has stepped, of both.
+        uncounted: names of weights that were written, and PyTorch did not count it.
         handles: of gathers that were begun.
         trace: what was done.
     """
@@ -43,6 +44,7 @@ class Pair:
         self.uses: Uses | None = None
         self.rows: dict[str, list[Tensor]] = defaultdict(list)
         self.stepped: list[dict[str, Any]] = [{}, {}]
+        self.uncounted: set[str] = set()
         self.handles: list[Any] = []
         self.trace: list[str] = []
         kinds = [draw.choice([Dense, Dense, Experts]) for _ in range(BLOCKS)]
@@ -123,6 +125,7 @@ class Pair:
                 if isinstance(p, DTensor) or not torch.equal(p, was):
                     uses.is_changed = True
                     uses.is_plain_changed |= f"{name}.{key}" not in self.converted
+                    uses.is_unseen |= f"{name}.{key}" in self.uncounted
 
         y.register_hook(compare)
 

@@ -225,12 +225,10 @@ class Program(Pair):
         if kind == "raise":
             raise Planned
         if kind == "write":
-            p = sharded_parameters(model)[name]
             if model is self.sharded:
-                self._write(p, how, alone)
-                self.rows[name].append(rows_of(p).clone())
+                self.rows[name].append(self._write(name, how, alone))
             else:
-                rows_of(p).copy_(self.rows[name].pop(0))
+                rows_of(sharded_parameters(model)[name]).copy_(self.rows[name].pop(0))
         elif kind:
             getattr(model.get_submodule(name), kind)()
 
@@ -303,11 +301,14 @@ class Program(Pair):
 
     # Writes
 
-    def _write(self, p: Any, how: str, alone: int | None) -> None:
-        """Write to a weight, on all ranks or on those that hold one of its parts."""
+    def _write(self, name: str, how: str, alone: int | None) -> Tensor:
+        """Write to a weight, on all ranks or on those that hold one of its parts; its rows."""
         self._on_write(how in UNCOUNTED)
+        self.uncounted |= {name} if how in UNCOUNTED else set()
+        p = sharded_parameters(self.sharded)[name]
         if alone in (None, dist.get_rank() % len(self.shards)):
             write(p, how)
+        return rows_of(p).clone()
 
     def _on_write(self, is_unseen: bool = False) -> None:
         for graph in self.graphs:
@@ -323,13 +324,16 @@ class Program(Pair):
 
     @torch.no_grad()
     def write(self) -> None:
-        found = sharded_parameters(self.sharded)
-        name, alone = self.draw.choice([*found]), self.draw.choice(self.alone)
+        name = self.draw.choice([*sharded_parameters(self.sharded)])
+        alone = self.draw.choice(self.alone)
         how = self.draw.choice([*COUNTED, *UNCOUNTED])
         self.say(name, how, f"{alone=}")
-        if (how in UNCOUNTED and not self.unseen) or (how in COUNTED and alone is not None):
+        if how in COUNTED and alone is not None:
             self.graphs.clear()  # the other ranks would wait for one that raises
-        self._write(found[name], how, alone)
+        if how in UNCOUNTED and not self.unseen:
+            self.graphs.clear()
+            self.reshard_all()
+        self._write(name, how, alone)
         self._copy_rows()
 
     @torch.no_grad()

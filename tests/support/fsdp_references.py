@@ -21,7 +21,7 @@ class Uses:
         values: of the parameters of each module, in the order in which it ran.
         is_changed: True if a weight was written since, or has other values in backward.
         is_plain_changed: True if a parameter that is not converted has other values in backward.
-        is_unseen: True if a weight was written since, and PyTorch did not count it.
+        is_unseen: True if a weight was written since it was gathered, and PyTorch did not count it.
     """
 
     def __init__(self) -> None:
