@@ -304,18 +304,25 @@ def shard_amax(x: Tensor, format: BlockFormat, row: int, col: int) -> Tensor:
     return _amax(_in_blocks(x, format, row, col))
 
 
-def quantize_shard(x: Tensor, amax: Tensor, format: BlockFormat, row: int, col: int) -> Tensor:
+def quantize_shard(
+    x: Tensor, amax: Tensor, format: BlockFormat, row: int, col: int, own: Tensor | None = None
+) -> Tensor:
     """Cast a part of a matrix as the whole matrix would be, given the ``amax`` of whole blocks.
 
     Args:
         x, row, col: as in :func:`shard_amax`.
         amax: of the blocks that ``x`` lies in, over all parts; the shape that shard_amax gives.
         format: of the cast.
+        own: what :func:`shard_amax` gave of this part for ``amax``, if ``x`` may have changed
+            since.
 
     Returns:
-        Data ``[..., R, C]``: the bytes that :func:`quantize_rowwise` of the whole gives there.
+        Data ``[..., R, C]``: the bytes that :func:`quantize_rowwise` of the whole gives there. NaN
+        in blocks whose amax in ``x`` is not ``own``: the whole has another scale there.
     """
     blocks = _in_blocks(x, format, row, col)
+    if own is not None:
+        amax = torch.where(_amax(blocks) == own, amax, torch.full_like(amax, float("nan")))
     data = _cast(blocks, scale_from_amax(amax, format), format, x, row, col)
     return data.clone(memory_format=torch.contiguous_format)
 

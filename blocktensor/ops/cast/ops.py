@@ -217,6 +217,8 @@ def shard_amax(x: Tensor, format: BlockFormat, row: int, col: int) -> Tensor:
     lambda x, amax, format, *place: cast_backend(x, format),
     check=lambda x, amax, format, *place: _check(x, format, format.transposes),
 )
-def quantize_shard(x: Tensor, amax: Tensor, format: BlockFormat, row: int, col: int) -> Tensor:
+def quantize_shard(
+    x: Tensor, amax: Tensor, format: BlockFormat, row: int, col: int, own: Tensor | None = None
+) -> Tensor:
     """See :func:`blocktensor.ops.reference.quantize_shard`."""
     return torch.empty(x.shape, dtype=format.dtype, device=x.device)
