@@ -18,6 +18,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed._composable import replicate
+from torch.distributed.fsdp import fully_shard
 
 pytest.importorskip("safetensors")
 pytest.importorskip("transformers", minversion="5.17")
@@ -322,3 +324,23 @@ def test_random_histories(sources: dict[str, Path], tmp_path: Path) -> None:
             shutil.rmtree(folder)
     for load in (by_from_pretrained, by_load_fp8):
         assert outcomes[f"{load.__name__}: equal"] > CASES // 8
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("shard", [fully_shard, replicate], ids=["fully_shard", "replicate"])
+def test_a_model_whose_root_is_sharded(shard: Callable[[nn.Module], Any], tmp_path: Path) -> None:
+    """The root gets a class whose copies would run the model's constructor."""
+    model, root = (llama() for _ in range(2))
+    for each in (model, root):
+        convert(each, skip_small=False)
+    shard(root)
+    assert possible_names(root) == possible_names(model)
+    for name, each in (("whole", model), ("root", root)):
+        save_fp8(each, tmp_path / name)
+    whole, written = read(tmp_path / "whole"), read(tmp_path / "root")
+    assert written.keys() == whole.keys()
+    assert all(torch.equal(written[name], x) for name, x in whole.items())
+    frozen = llama().requires_grad_(False)
+    convert(frozen, skip_small=False)
+    shard(frozen)
+    assert len(load_fp8(frozen, tmp_path / "whole").fp8) > 0

@@ -31,10 +31,10 @@ class Kernel(NamedTuple):
     Attributes:
         configuration: the function's address, the grid, threads, bytes of shared memory, CTAs of a
             cluster, cooperative launch, programmatic dependent launch.
-        parameters: each a tuple: ``("number", value)``, ``("rows", value)``, ``("pointer", tensor)``,
-            ``("map", tensor, dtype, swizzle, fill, sizes, strides, box)``, of which the last three
-            are those of ``cuTensorMapEncodeTiled``: innermost first, strides in bytes, also that of
-            the whole tensor.
+        parameters: each a tuple. ``("number", value)``, ``("rows", value)``, ``("pointer",
+            tensor)``, or ``("map", tensor, dtype, swizzle, fill, sizes, strides, box)``, of which
+            the last three are those of ``cuTensorMapEncodeTiled``: innermost first, strides in
+            bytes, also that of the whole tensor.
     """
 
     configuration: tuple[Any, ...]
