@@ -95,7 +95,7 @@ def _key_of_groups(args: tuple[Any, ...]) -> Hashable:
     Matrices in high precision have exactly as many; casts already have whole steps of rows.
     """
     if isinstance(args[0], Tensor):
-        rows = args[0].shape[0]
+        rows = sum(args[0].shape[:1])  # a number has none
     else:
         rows = next((x for x in args if type(x) is int), -1)
     key: list[Any] = [group_rows(rows)]
