@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,17 +17,18 @@ from torch.utils._pytree import tree_map_only
 
 from ..conversion.pretrained_models import follow_pretrained_models
 from ..model.names import is_module
+from ..model.weights import is_linear
 from ..recipe import Recipe
-from ..sharding.dtensor import local_of
+from ..sharding.dtensor import fp8_part, local_of
 from ..sharding.fsdp.shards import FrozenShard
 from ..sharding.ranks import Ranks
 from ..tensor.base import FP8Base
 from ..text_table import Report, Table, collapse
 from .contents import Entry, entries_of
-from .match import Source, check_fits, match, some
-from .names import possible_names
+from .match import Matched, Source, check_fits, match, some
 from .on_disk import CheckpointError, require_safetensors
-from .read import check_cut, read_values, write_values
+from .parts import entire
+from .read import Read, check_cut, dequantized, read_values, write_values
 
 
 @dataclass(frozen=True)
@@ -101,53 +104,74 @@ def load_fp8(
     require_safetensors()
     is_module(model, "load_fp8")
     folder = Path(path)
-    entries = entries_of(folder)
-    return load_entries(model, folder, entries, strict=strict, device=device, recipe=recipe)
-
-
-def load_entries(
-    model: nn.Module,
-    folder: Path,
-    entries: Mapping[str, Entry],
-    *,
-    strict: bool,
-    device: torch.device | str | None,
-    recipe: Recipe | None,
-) -> LoadReport:
-    """Load ``entries`` of a checkpoint as :func:`load_fp8`; match their keys with the model.
-
-    A key may differ from the name in the file, where somebody renames tensors as they are loaded.
-    """
-    targets = _targets(model)
-    known = {name: ways for name, ways in possible_names(model).items() if name in targets}
-    sources, unexpected = match(folder, known, entries)
-    states = _extra_states(model, unexpected)
-    unexpected = [name for name in unexpected if name not in states]
-    held = {id(targets[name].current) for name in sources}  # tied tensors are stored once
-    missing = [name for name, target in targets.items() if id(target.current) not in held]
+    entries, targets = entries_of(folder), _targets(model)
+    tensors = {name: target.current for name, target in targets.items()}
+    matched = match(model, tensors, folder, entries)
+    states = _extra_states(model, matched.unexpected)
+    unexpected = tuple(name for name in matched.unexpected if name not in states)
+    held = {id(tensors[name]) for name in matched.sources}  # tied tensors are stored once
+    missing = tuple(name for name, x in tensors.items() if id(x) not in held)
     if strict and (missing or unexpected):
         raise CheckpointError(
             f"{folder}: does not fit the model: {_counted('missing', missing)}, "
             f"{_counted('unexpected', unexpected)}; strict=False loads what fits"
         )
-    for name, source in sources.items():
+    home = torch.device("cpu" if device is None else device)
+    stored = {name: (entries[name], module) for name, module in states.items()}
+    fp8 = _load(folder, targets, matched, stored, home, recipe)
+    plain = (*(name for name in matched.sources if name not in fp8), *states)
+    return LoadReport(fp8, plain, missing, unexpected)
+
+
+def load_matched(
+    model: nn.Module, folder: Path, matched: Matched, device: torch.device, recipe: Recipe | None
+) -> None:
+    """Load what was matched as :func:`load_fp8` loads a checkpoint in ``folder``."""
+    _load(folder, _targets(model), matched, {}, device, recipe)
+
+
+def _load(
+    folder: Path,
+    targets: Mapping[str, _Target],
+    matched: Matched,
+    states: Mapping[str, tuple[Entry, nn.Module]],
+    device: torch.device,
+    recipe: Recipe | None,
+) -> tuple[str, ...]:
+    """Check and read everything, then change the model; return the names of FP8 weights.
+
+    Args:
+        folder: the checkpoint.
+        targets: the places of tensors in the model.
+        matched: what the checkpoint holds of them.
+        states: extra states of modules, and the tensors that are stored of them.
+        device, recipe: as for :func:`load_fp8`.
+    """
+    for name, source in matched.sources.items():
         check_fits(name, source, targets[name].current)
+    sources, computed = _in_high_precision(folder, targets, matched)
+    for name, source in sources.items():
         if local_of(targets[name].current) is not None:
             check_cut(name, targets[name].current, source, recipe)
 
-    home = torch.device("cpu" if device is None else device)
+    files = _Files(computed)
     ranks = Ranks.of(target.current for target in targets.values())
     values: dict[str, Tensor | list[Tensor]] = {}
     extra: dict[str, Tensor] = {}
-    before = tree_map_only(Tensor, torch.clone, {k: x.get_extra_state() for k, x in states.items()})
+    modules = {name: module for name, (_, module) in states.items()}
+    before = tree_map_only(
+        Tensor, torch.clone, {name: x.get_extra_state() for name, x in modules.items()}
+    )
 
     def set_states(given: Mapping[str, Any]) -> None:
-        for name, module in states.items():
+        for name, module in modules.items():
             module.set_extra_state(given[name])
 
     def read() -> None:
-        values.update(_read(sources, targets, home, recipe))
-        extra.update((name, _tensor(entries[name], {}).clone()) for name in states)
+        # file by file, to be kept only if all checks pass
+        for name, source in sorted(sources.items(), key=lambda x: x[1].weights[0].file):
+            values[name] = read_values(targets[name].current, source, device, recipe, files.read)
+        extra.update((name, files.read(entry).clone()) for name, (entry, _) in states.items())
         set_states(extra)  # a module may refuse its state: before anything else changes
 
     try:
@@ -174,9 +198,7 @@ def load_entries(
         if isinstance(getattr(target.module, target.attribute), FP8Base):
             follow_pretrained_models()
     set_states(extra)  # again, as after a load of torch, where a state may depend on weights
-    fp8 = tuple(name for name, source in sources.items() if source.is_fp8)
-    plain = (*(name for name, source in sources.items() if not source.is_fp8), *states)
-    return LoadReport(fp8, plain, tuple(missing), tuple(unexpected))
+    return tuple(name for name, source in sources.items() if source.is_fp8)
 
 
 class _Target(NamedTuple):
@@ -214,22 +236,56 @@ def _counted(what: str, names: Sequence[str]) -> str:
     return f"{len(names)} {what}" + (f" ({some(names)})" if names else "")
 
 
-def _read(
-    sources: Mapping[str, Source],
-    targets: Mapping[str, _Target],
-    device: torch.device,
-    recipe: Recipe | None,
-) -> dict[str, Tensor | list[Tensor]]:
-    """Read the values of the model, file by file, to be kept only if all checks pass."""
-    made: dict[str, Tensor | list[Tensor]] = {}
-    files: dict[Path, Any] = {}  # open files: a header is parsed once, not per tensor
+Computed = dict[Entry, Callable[[Read], Tensor]]
+"""Computes tensors that no file holds, of stored ones."""
 
-    def read(entry: Entry) -> Tensor:
-        return _tensor(entry, files)
 
-    for name, source in sorted(sources.items(), key=lambda found: found[1].weights[0].file):
-        made[name] = read_values(targets[name].current, source, device, recipe, read)
-    return made
+def _in_high_precision(
+    folder: Path, targets: Mapping[str, _Target], matched: Matched
+) -> tuple[dict[str, Source], Computed]:
+    """Return the sources, those in FP8 of tensors in high precision replaced by their values.
+
+    An embedding has no FP8 form, nor has what a linear layer shares with a module that reads its
+    values.
+    """
+    sources, computed = dict(matched.sources), Computed()
+    holders: dict[int, list[_Target]] = defaultdict(list)
+    for target in targets.values():
+        holders[id(target.current)].append(target)
+    for reader in matched.readers:
+        made = functools.cache(reader.compute)
+        for name in sources.keys() & reader.computed.keys():
+            entry = sources[name].weights[0]
+            computed[entry] = lambda read, name=name, made=made: made(read)[name]
+    for name, source in matched.sources.items():
+        x = targets[name].current
+        if source.is_fp8 and fp8_part(x) is None and not _is_multiplied(holders[id(x)]):
+            entry = Entry(folder, "F32", tuple(x.shape), name)
+            sources[name] = Source([entire(name, x.shape)], [entry])
+            computed[entry] = functools.partial(dequantized, x, source)
+    return sources, computed
+
+
+def _is_multiplied(holders: Sequence[_Target]) -> bool:
+    """Return True if matmuls alone read a parameter, as far as its modules are known."""
+    if any(isinstance(x.module, (nn.Embedding, nn.EmbeddingBag)) for x in holders):
+        return False
+    known = {is_linear(x.module) and x.attribute == "weight" for x in holders}
+    return len(known) == 1 or holders[0].current.ndim == 3
+
+
+class _Files:
+    """Reads the tensors of a checkpoint; a header is parsed once, not per tensor."""
+
+    def __init__(self, computed: Computed) -> None:
+        self._computed = computed
+        self._opened: dict[Path, Any] = {}
+
+    def read(self, entry: Entry) -> Tensor:
+        """Return a tensor in the memory of its file, or one that is computed."""
+        if entry in self._computed:
+            return self._computed[entry](self.read)
+        return _tensor(entry, self._opened)
 
 
 def _tensor(entry: Entry, files: dict[Path, Any]) -> Tensor:

@@ -5,22 +5,18 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
-from ..model.weights import stacks_of
-from ..ops.formats import BLOCKS_128X128, BlockFormat
-from ..sharding.dtensor import fp8_part
 from ..sharding.ranks import Ranks
-from ..sharding.whole import format_of
 from ..tensor.base import TORCH_FUNCTIONS, implements
-from .export import Unit, exported, stored_in_turn
+from .described import Described, readable
+from .export import Exported, Unit, exported, stored_in_turn, units_of
 from .in_place import holds_nothing, naming, put_in_place, staging, write_json
-from .names import module_names
 from .on_disk import CONFIG, INDEX, SINGLE, require_safetensors, write_shard
 
 _DEFAULT_SHARD = 5 << 30
@@ -31,6 +27,7 @@ def save_fp8(
     path: str | os.PathLike[str],
     *,
     separate_experts: bool = False,
+    all_in_fp8: bool = False,
     config: Mapping[str, Any] | None = None,
     max_shard_bytes: int = _DEFAULT_SHARD,
     overwrite: bool = False,
@@ -86,10 +83,12 @@ def save_fp8(
         raise ValueError(f"max_shard_bytes={max_shard_bytes}: expected at least 1")
     found = exported(model, "save_fp8", separate_experts)
     ranks, folder = Ranks.of(found.tensors.values()), Path(os.path.realpath(path))
-    formats = [format_of(x) for x in map(fp8_part, found.tensors.values()) if x is not None]
-    plain = module_names(found.names, _plain_weights(model))
-    described = {"quantization_config": _quantization_config(plain, formats)}
-    content = {**(_config_of(model) if config is None else config), **described}
+    described = Described(found, ())
+    if not all_in_fp8:
+        described = readable(described)
+        found = described.found
+    content = _config_of(model) if config is None else config
+    content = {**content, "quantization_config": described.config}
 
     with contextlib.ExitStack() as stack:
 
@@ -99,8 +98,8 @@ def save_fp8(
             return made, "" if holds_nothing(folder) else made.name
 
         made, tag = ranks.first(begin)
-        shards = _shards(found.units, made, tag, max_shard_bytes)
-        index, *_ = ranks.each(lambda: _write(shards, folder, ranks))
+        shards = _shards(units_of(found), made, tag, max_shard_bytes)
+        index, *_ = ranks.each(lambda: _write(found, shards, folder, ranks))
 
         def finish() -> None:
             with naming(folder):
@@ -124,36 +123,9 @@ def _check_target(folder: Path, overwrite: bool) -> None:
         )
 
 
-def _plain_weights(model: nn.Module) -> Iterator[str]:
-    """List the names of weights of linear layers and experts that are not FP8."""
-    for prefix, module in model.named_modules():
-        keys = ("weight",) if isinstance(module, nn.Linear) else stacks_of(module)
-        for key in keys:
-            if fp8_part(getattr(module, key)) is None:
-                yield f"{prefix}.{key}".lstrip(".")
-
-
 def _config_of(model: nn.Module) -> dict[str, Any]:
     to_dict = getattr(getattr(model, "config", None), "to_dict", None)
     return dict(to_dict()) if callable(to_dict) else {}
-
-
-def _quantization_config(
-    unconverted: Iterable[str], formats: Iterable[BlockFormat]
-) -> dict[str, Any]:
-    """Describe FP8 weights for ``config.json``, by which other libraries load them.
-
-    ``unconverted``: names of linear layers that are not in FP8. ``formats``: of all FP8 weights.
-    """
-    # As in DeepSeek-V3.1: transformers then keeps the fp32 scales as e8m0, without loss.
-    powers = all(format.power_of_two for format in formats)
-    return {
-        "quant_method": "fp8",
-        "fmt": "e4m3",
-        "activation_scheme": "dynamic",
-        "weight_block_size": list(BLOCKS_128X128.block_shape),
-        "modules_to_not_convert": sorted(unconverted),
-    } | ({"scale_fmt": "ue8m0"} if powers else {})
 
 
 def _shards(units: Iterable[Unit], folder: Path, tag: str, limit: int) -> dict[Path, list[Unit]]:
@@ -176,13 +148,16 @@ def _shards(units: Iterable[Unit], folder: Path, tag: str, limit: int) -> dict[P
     }
 
 
-def _write(shards: Mapping[Path, list[Unit]], folder: Path, ranks: Ranks) -> dict[str, Any]:
+def _write(
+    found: Exported, shards: Mapping[Path, list[Unit]], folder: Path, ranks: Ranks
+) -> dict[str, Any]:
     """Write this rank's share of the shards; return the index of all.
 
     Ranks take turns, and write in a thread, so that all of them write to the disk at once. A rank
     holds one shard at a time. One that fails still takes part in what the others gather.
     """
-    stored_units = stored_in_turn([unit for members in shards.values() for unit in members])
+    units = [unit for members in shards.values() for unit in members]
+    stored_units = stored_in_turn(found, units)
     places: dict[str, str] = {}
     size, writing, failure = 0, Future[None](), None
     writing.set_result(None)
@@ -194,7 +169,7 @@ def _write(shards: Mapping[Path, list[Unit]], folder: Path, ranks: Ranks) -> dic
     with ThreadPoolExecutor(1) as pool:
         for turn, (file, members) in enumerate(shards.items()):
             held: dict[str, Tensor] = {}
-            for _, stored in itertools.islice(stored_units, len(members)):
+            for stored in itertools.islice(stored_units, len(members)):
                 places |= dict.fromkeys(stored, file.name)
                 size += sum(x.nbytes for x in stored.values())
                 if turn % ranks.size != ranks.index or failure is not None:

@@ -256,7 +256,10 @@ def test_blocks_of_matrices_of_another_library(tmp_path: Path) -> None:
     folder = written(tmp_path / "fp8", split)
     model = layer(1, n=144, convert=False)
     model.experts.down_proj = nn.Parameter(torch.zeros(E, K, 128, dtype=torch.bfloat16))
-    message = r"'experts.0.gate_proj.weight' has 144 rows, no multiple of 128.*'experts.gate_up_pr"
+    message = (
+        r"'experts.0.gate_proj.weight' \[144, 200\] is in FP8, and its 128x128 blocks are not "
+        r".*'experts.gate_up_proj' \[3, 288, 200\], of which it is \[0:1, 0:144, 0:200\]"
+    )
     assert_refused(folder, model, message)
 
 
