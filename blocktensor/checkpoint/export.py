@@ -14,7 +14,7 @@ from ..model.names import is_module
 from ..ops.cast.ops import dequantize, quantize_rowwise
 from ..ops.checks import bad_scale
 from ..ops.formats import BlockFormat, Quantized
-from ..sharding.dtensor import fp8_part, local_of, with_local
+from ..sharding.dtensor import fp8_part, local_of
 from ..sharding.whole import form_of, format_of, whole_tensors
 from ..tensor.base import MasterBase
 from .on_disk import SCALE_SUFFIX
@@ -207,30 +207,19 @@ def stored_in_turn(found: Exported, units: Sequence[Unit]) -> Iterator[dict[str,
     groups = [list(same) for _, same in itertools.groupby(units, key=lambda unit: id(unit.group))]
     state = found.model.state_dict(keep_vars=True)
     names = [members_of(same[0].group) for same in groups]
-    sources = [(name, _source(state[name], name in found.fp8)) for each in names for name in each]
+    flat = [name for members in names for name in members]
 
     def check(index: int, scale: Tensor, format: BlockFormat) -> None:
-        _check_scales(sources[index][0], scale, format)
+        _check_scales(flat[index], scale, format)
 
-    gathering = whole_tensors([x for _, x in sources], check)
+    gathering = whole_tensors([state[name] for name in flat], check)
     for same, members in zip(groups, names, strict=True):
         with torch.no_grad():
-            held = {
-                name: _Held(name, _source(state[name], name in found.fp8), next(gathering))
-                for name in members
-            }
+            held = {name: _Held(name, state[name], next(gathering)) for name in members}
         for unit in same:
             with torch.no_grad():
                 stored = _made(unit, held, found)
             yield stored
-
-
-def _source(x: Any, in_fp8: bool) -> Any:
-    """Return the tensor that is exported: of a trainable weight in high precision, its master."""
-    held = fp8_part(x)
-    if in_fp8 or not isinstance(held, MasterBase):
-        return x
-    return held.master if local_of(x) is None else with_local(x, held.master)
 
 
 class _Held(NamedTuple):
@@ -265,13 +254,11 @@ class _Held(NamedTuple):
         return made
 
     def values(self) -> Tensor:
-        """Return the values in high precision."""
-        if isinstance(self.whole, Quantized):
-            return dequantize(self.whole, self.x.dtype)
-        if self.whole is not None:
-            return self.whole
-        plain: Tensor = self.x.dequantize() if fp8_part(self.x) is not None else self.x.detach()
-        return plain
+        """Return the values in high precision, of an FP8 weight those that the forward reads."""
+        if fp8_part(self.x) is not None:
+            return dequantize(self.form(None), self.x.dtype)
+        assert not isinstance(self.whole, Quantized)
+        return self.x.detach() if self.whole is None else self.whole  # type: ignore[no-any-return]
 
 
 def _check_scales(label: str, scale: Tensor, format: BlockFormat) -> None:
@@ -317,7 +304,10 @@ def _joined(
 ) -> Tensor:
     """Return a tensor that consists of parts of others."""
     if len(parts) == 1 and parts[0].here == all_of(shape):
-        return parts[0].take(sources[parts[0].name]).contiguous()
+        x = parts[0].take(sources[parts[0].name]).contiguous()
+        # dimensions of size 1 may have any stride: then bytes cannot be viewed in another dtype
+        strides = torch.empty(x.shape, device="meta").stride()
+        return x if x.stride() == strides else x.as_strided(x.shape, strides)
     first = sources[parts[0].name]
     made = torch.empty(tuple(shape), dtype=first.dtype, device=first.device)
     for part in parts:

@@ -104,8 +104,8 @@ def _read(model: nn.Module, checkpoint: Checkpoint, dequantize: bool) -> tuple[n
 def _on_gpus(model: nn.Module, checkpoint: Checkpoint) -> dict[str, Misread]:
     try:
         twin, made = _read(model, checkpoint, dequantize=False)
-    except Exception as error:  # of the constructor of an FP8 module
-        why = Misread(f"transformers cannot make FP8 modules of this model ({error})", True)
+    except Exception as error:  # of the constructor of an FP8 module, say
+        why = Misread(f"transformers fails as it makes FP8 modules: {error}", True)
         stacks = {name for x in checkpoint.stored if _is_of_stack(x) for name in x.of}
         return dict.fromkeys(stacks & set(checkpoint.fp8) or checkpoint.fp8, why)
     state = twin.state_dict(keep_vars=True)

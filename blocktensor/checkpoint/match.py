@@ -221,7 +221,7 @@ def _check_dtype(entry: Entry, current: Tensor) -> None:
     elif isinstance(fp8, (BlockwiseFP8Tensor, FrozenShard)):
         problem = (
             f"is stored in {entry.dtype}, the model's is frozen in FP8: load into an unconverted "
-            f"model, then convert it"
+            f"model, then convert it; save_fp8 stores all in FP8 with all_in_fp8=True"
         )
     elif ("F" in entry.dtype) != current.is_floating_point():
         problem = f"is {entry.dtype}, the model's is {current.dtype}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -21,7 +22,8 @@ from .state_dict import register_state_hooks
 def freeze(model: nn.Module) -> list[str]:
     """Drop the high-precision masters of a model's FP8 weights: 1 byte a weight, no gradient.
 
-    Forward and dgrad keep their bits, since they read the same cast.
+    Forward and dgrad keep their bits, since they read the same cast. Other parameters do not
+    change: ``model.requires_grad_(False)`` freezes them.
 
     Returns:
         The names of the linears, and of the stacks of experts, that were frozen.
@@ -30,9 +32,12 @@ def freeze(model: nn.Module) -> list[str]:
         ValueError: another module of the model, an embedding say, holds the weight too.
         NotImplementedError: FSDP2 has sharded a weight; freeze the model before ``fully_shard``.
         RuntimeError: an autograd graph or a wrapper such as DDP uses a weight.
+
+    Warns:
+        UserWarning: the model has no FP8 weight.
     """
     is_module(model, "freeze")
-    return _swap_all(model, trains=False)
+    return _swap_all(model, "freeze")
 
 
 def unfreeze(model: nn.Module) -> list[str]:
@@ -41,23 +46,41 @@ def unfreeze(model: nn.Module) -> list[str]:
     The first cast of a new master may differ from the frozen bytes by a rounding: a block's amax,
     rounded to the weight's dtype, gives a new scale.
 
+    To train all weights of an FP8 checkpoint in shards, unfreeze the model before it is sharded::
+
+        blocktensor.load_fp8(model, folder)
+        blocktensor.unfreeze(model)
+        for layer in model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+
     Returns:
         The names of the linears, and of the stacks of experts, that are now trainable.
 
     Raises:
         NotImplementedError: FSDP2 has sharded a weight; unfreeze before ``fully_shard``.
         RuntimeError: an autograd graph or a wrapper such as DDP uses a weight.
+
+    Warns:
+        UserWarning: the model has no FP8 weight.
     """
     is_module(model, "unfreeze")
-    return _swap_all(model, trains=True)
+    return _swap_all(model, "unfreeze")
 
 
-def _swap_all(model: nn.Module, trains: bool) -> list[str]:
+def _swap_all(model: nn.Module, action: str) -> list[str]:
+    trains = action == "unfreeze"
     weights = [
         Matrix(name, key, module)
         for name, module in model.named_modules()
         for key in fp8_weights(module)
     ]
+    if not weights:
+        warnings.warn(
+            f"{action} changes nothing: this {kind_of(model)} has no FP8 weight; convert it first "
+            f"(blocktensor.convert)",
+            stacklevel=3,
+        )
     others = {
         id(parameter): kind_of(module)
         for module in model.modules()
@@ -65,7 +88,7 @@ def _swap_all(model: nn.Module, trains: bool) -> list[str]:
         if key not in fp8_weights(module) or why_unconvertible(module, key) is not None
     }
     for weight in weights:
-        _check(weight, trains, others.get(id(weight.parameter)))
+        _check(weight, action, others.get(id(weight.parameter)))
     names = []
     done: set[int] = set()  # tied weights are swapped once and listed under each name
     for weight in weights:
@@ -81,7 +104,7 @@ def _swap_all(model: nn.Module, trains: bool) -> list[str]:
     return names
 
 
-def _check(weight: Matrix, trains: bool, other: str | None) -> None:
+def _check(weight: Matrix, action: str, other: str | None) -> None:
     """Raise if an FP8 weight cannot be exchanged, or if a module of kind ``other`` reads it."""
     what = f"the weight of {weight.label!r}" if weight.label else "the weight"
     fp8 = fp8_part(weight.parameter)
@@ -92,11 +115,12 @@ def _check(weight: Matrix, trains: bool, other: str | None) -> None:
     if isinstance(fp8, GatheredInFP8) or (looks_gathered and has_ranks):
         raise NotImplementedError(
             f"{what} is sharded by FSDP2 or tensor parallel, and stays trainable or frozen as it "
-            f"was: freeze or unfreeze the model before fully_shard and parallelize_module"
+            f"was: {action} the model before fully_shard and parallelize_module; an FP8 checkpoint "
+            f"is loaded before, too (load_fp8, {action}, fully_shard)"
         )
     del fp8  # references to it are counted
-    swappable(weight.parameter, what)
-    if is_trained and not trains and other is not None:
+    swappable(weight.parameter, what, action)
+    if is_trained and action == "freeze" and other is not None:
         raise ValueError(
             f"the weight of {weight.label!r} cannot be frozen, because another module reads its "
             f"values too ({other}): give the linear a copy of its own, or leave it trainable"

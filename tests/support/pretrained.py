@@ -76,6 +76,10 @@ MODELS: dict[str, Any] = {
 }
 
 
+UNREADABLE = ("gpt2",)
+"""Models of which transformers reads no weight in FP8: GPT-2's Conv1D."""
+
+
 def values(model: nn.Module) -> dict[str, Tensor]:
     """All parameters in high precision, by name."""
     return {name: value_of(x) for name, x in model.named_parameters()}
@@ -131,7 +135,7 @@ EXPERTS = {
     **{"num_experts": 4, "num_experts_per_tok": 2},
     **{"moe_intermediate_size": 128, "shared_expert_intermediate_size": 128},
 }
-VISION = {"depth": 1, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2}
+VISION = {"depth": 1, "hidden_size": 128, "intermediate_size": 128, "num_heads": 2}
 
 
 def qwen(kind: str) -> Any:

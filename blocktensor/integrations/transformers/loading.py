@@ -198,11 +198,12 @@ def _check_left(
         reader: of the FP8 weights that were left.
         tensors: of the model.
     """
-    for target, names in reader.names.items():
-        first = next((x.name for x in matched.sources[target].weights), None)
+    for target in (*reader.names, *reader.problems):
+        source, others = matched.sources.get(target), reader.names.get(target, reader.stored)
+        found = "other tensors" if source is None else repr(source.weights[0].name)
         raise CheckpointError(
-            f"{folder}: tensors {first!r} and {min(names)!r} would both be loaded into "
-            f"{target!r}, in FP8: remove one of them"
+            f"{folder}: tensors {found} and {min(others)!r} would both be loaded into {target!r}, "
+            f"in FP8: remove one of them"
         )
     without = tensors.keys() - matched.sources.keys()
     for name in reader.stored:
