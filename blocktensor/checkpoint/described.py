@@ -89,21 +89,24 @@ def readable(described: Described) -> Described:
     reasons: dict[str, str] = {}
     while wrong := _misread(described):
         found, modules = described.found, described.found.modules
-        further = frozenset(described.further)
+        listed = frozenset(described.further)
         for name, why in wrong.items():
-            of_module = {_module(name), modules[name]}
-            is_plain, is_listed = name not in found.fp8, of_module <= further
-            if not (is_plain and why.is_replaced) or is_listed:
-                ways[name] = _next_way(found, name, ways.get(name, _Way.PLAIN))
-            if ways.get(name) is _Way.NONE:
+            of_module = {why.module} if why.module else set[str]()
+            if why.module == _module(name):
+                of_module.add(modules[name])
+            if name in found.fp8:
+                reasons[name] = why.why
+            elif not of_module <= listed:
+                described = described._replace(further={*described.further, *of_module})
+                continue  # this may suffice
+            ways[name] = _next_way(found, name, ways.get(name, _Way.PLAIN))
+            if ways[name] is _Way.NONE:
                 raise ValueError(
                     f"{name} of this {kind_of(model)} cannot be stored for transformers: "
                     f"{why.why}; all_in_fp8=True stores the model for other readers"
                 )
-            if why.is_replaced and ways.get(name) not in _IN_FP8:
+            if ways[name] not in _IN_FP8:
                 described = described._replace(further={*described.further, *of_module})
-            if not is_plain:
-                reasons[name] = why.why
         fp8 = frozenset(name for name in asked if ways[name] in _IN_FP8)
         own = frozenset(name for name, way in ways.items() if way in _UNDER_OWN_NAMES)
         described = described._replace(found=found.with_fp8(fp8, own))

@@ -30,11 +30,11 @@ class Misread(NamedTuple):
 
     Attributes:
         why: in words.
-        is_replaced: it puts an FP8 module in the place of the tensor's module.
+        module: the name of the module in whose place it puts an FP8 module; "" if it does not.
     """
 
     why: str
-    is_replaced: bool = False
+    module: str = ""
 
 
 class Checkpoint(NamedTuple):
@@ -105,26 +105,35 @@ def _on_gpus(model: nn.Module, checkpoint: Checkpoint) -> dict[str, Misread]:
     try:
         twin, made = _read(model, checkpoint, dequantize=False)
     except Exception as error:  # of the constructor of an FP8 module, say
-        why = Misread(f"transformers fails as it makes FP8 modules: {error}", True)
+        why = f"transformers fails as it makes FP8 modules: {error}"
         stacks = {name for x in checkpoint.stored if _is_of_stack(x) for name in x.of}
-        return dict.fromkeys(stacks & set(checkpoint.fp8) or checkpoint.fp8, why)
-    state = twin.state_dict(keep_vars=True)
+        wrong = stacks & set(checkpoint.fp8) or checkpoint.fp8
+        return {name: Misread(why, _module(name)) for name in wrong}
+    state, modules = twin.state_dict(keep_vars=True), dict(twin.named_modules())
     found: dict[str, Misread] = {}
     for name, stored in checkpoint.sources.items():
-        is_replaced = name + SCALE_SUFFIX in state
-        if name in checkpoint.fp8 and not is_replaced:
+        is_fp8, module = name in checkpoint.fp8, _module(name)
+        if name not in state:  # one of the modules above it is another one
+            while module not in modules:
+                module = _module(module)
+            found[name] = Misread("transformers' FP8 module lacks it", module)
+        elif is_fp8 and name + SCALE_SUFFIX not in state:
             found[name] = Misread("transformers has no FP8 module for it")
-        elif name in checkpoint.fp8 and not _bytes_are_read(name, stored, made):
-            found[name] = Misread("transformers' FP8 module has another layout", True)
-        elif name not in checkpoint.fp8 and is_replaced:
-            found[name] = Misread("transformers has an FP8 module for it", True)
-        elif name not in checkpoint.fp8 and not _is_read(name, stored, made):
+        elif is_fp8 and not _bytes_are_read(name, stored, made):
+            found[name] = Misread("transformers' FP8 module has another layout", module)
+        elif not is_fp8 and name + SCALE_SUFFIX in state:
+            found[name] = Misread("transformers has an FP8 module for it", module)
+        elif not is_fp8 and not _is_read(name, stored, made):
             found[name] = _OTHER_VALUES
     for names in _tied(model):
         if len(names) > 1 and checkpoint.fp8 & names:
-            why = Misread("transformers ties weights without their scales")
-            found |= dict.fromkeys(names & checkpoint.sources.keys(), why)
+            tied = Misread("transformers ties weights without their scales")
+            found |= dict.fromkeys(names & checkpoint.sources.keys(), tied)
     return found
+
+
+def _module(name: str) -> str:
+    return name.rpartition(".")[0]
 
 
 _OTHER_VALUES = Misread("transformers reads other values")

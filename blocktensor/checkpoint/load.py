@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 from ..conversion.pretrained_models import follow_pretrained_models
 from ..model.names import is_module
-from ..model.weights import is_linear
+from ..model.weights import is_linear, kind_of
 from ..recipe import Recipe
 from ..sharding.dtensor import fp8_part, local_of
 from ..sharding.fsdp.shards import FrozenShard
@@ -59,7 +60,38 @@ class LoadReport(Report):
             f"{len(self.fp8)} loaded in FP8, {len(self.plain)} in the model's dtype; "
             f"{len(self.missing)} missing, {len(self.unexpected)} unexpected"
         )
-        return [Table(("tensor", "outcome", "as"), rows), summary]
+        hint = _other_prefix(self.missing, self.unexpected)
+        return [Table(("tensor", "outcome", "as"), rows), f"{summary}{hint}"]
+
+
+def _other_prefix(missing: Sequence[str], unexpected: Sequence[str]) -> str:
+    """Say so if most names are missing because the checkpoint has them below another module."""
+    ends = defaultdict(list)
+    for name in unexpected:
+        for begin, end in _cuts(name):
+            ends[end].append(begin)
+    pairs: Counter[tuple[str, str]] = Counter()
+    for name in missing:
+        found = next((cut for cut in _cuts(name) if cut[1] in ends), None)
+        if found is not None and found[1].count(".") > 1:  # more than the name of a parameter
+            pairs.update((found[0], other) for other in ends[found[1]])
+    ((own, stored), count), *_ = pairs.most_common(1) or [(("", ""), 0)]
+    if 2 * count < max(4, len(missing)):
+        return ""
+    what = f"the model's {own!r}" if own else "the model"
+    if not stored:
+        return f"; the checkpoint is of {what} alone: load into that"
+    return (
+        f"; the names of {what} begin with {stored!r} in the checkpoint: make {what} the "
+        f"{stored!r} of an empty nn.Module, and load into that with strict=False"
+    )
+
+
+def _cuts(name: str) -> Iterator[tuple[str, str]]:
+    """Yield the pairs of names whose parts, joined by a dot, are those of a name."""
+    parts = name.split(".")
+    for i in range(len(parts)):
+        yield ".".join(parts[:i]), ".".join(parts[i:])
 
 
 def load_fp8(
@@ -100,6 +132,9 @@ def load_fp8(
             up would share blocks; names that are missing or unexpected, if ``strict``.
         NotImplementedError: weights scaled in other blocks than 128x128; a sharded weight that is
             on meta, trainable, of another recipe, or not in FP8 where the stored one is.
+
+    Warns:
+        UserWarning: no weight of the model is in FP8 then.
     """
     require_safetensors()
     is_module(model, "load_fp8")
@@ -115,12 +150,21 @@ def load_fp8(
         raise CheckpointError(
             f"{folder}: does not fit the model: {_counted('missing', missing)}, "
             f"{_counted('unexpected', unexpected)}; strict=False loads what fits"
+            f"{_other_prefix(missing, unexpected)}"
         )
     home = torch.device("cpu" if device is None else device)
     stored = {name: (entries[name], module) for name, module in states.items()}
     fp8 = _load(folder, targets, matched, stored, home, recipe)
     plain = (*(name for name in matched.sources if name not in fp8), *states)
-    return LoadReport(fp8, plain, missing, unexpected)
+    report = LoadReport(fp8, plain, missing, unexpected)
+    if all(fp8_part(x) is None for x in model.parameters()):
+        warnings.warn(
+            f"no weight of this {kind_of(model)} is in FP8: of {folder} {len(plain)} tensors are "
+            f"loaded in high precision, {len(missing)} of the model's are missing"
+            f"{_other_prefix(missing, unexpected)}; blocktensor.convert converts the model",
+            stacklevel=2,
+        )
+    return report
 
 
 def load_matched(
