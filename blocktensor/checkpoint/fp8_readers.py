@@ -89,16 +89,21 @@ def misread(model: nn.Module, checkpoint: Checkpoint) -> dict[str, Misread]:
 
 def _read(model: nn.Module, checkpoint: Checkpoint, dequantize: bool) -> tuple[nn.Module, Loaded]:
     """Load a checkpoint into a skeleton of a model, as transformers does."""
-    configs = importlib.import_module("transformers.utils.quantization_config")
-    module = importlib.import_module("transformers.quantizers.quantizer_finegrained_fp8")
-    config = configs.FineGrainedFP8Config.from_dict({**checkpoint.config, "dequantize": dequantize})
-    quantizer = module.FineGrainedFP8HfQuantizer(config, pre_quantized=True)
+    quantizer = _quantizer({**checkpoint.config, "dequantize": dequantize})
     twin = skeleton(model)
     quantizer._process_model_before_weight_loading(twin)
     # the most that any dtype of a load casts to fp32
     dtypes: Any = twin._get_dtype_plan(torch.float16)  # type: ignore[operator]
     rules = rules_of(twin, quantizer)
     return twin, loaded(twin, checkpoint.tensors, rules, quantizer, dtypes)
+
+
+def _quantizer(config: Mapping[str, Any]) -> Any:
+    """Return transformers' reader of FP8 checkpoints of a ``quantization_config``."""
+    configs = importlib.import_module("transformers.utils.quantization_config")
+    module = importlib.import_module("transformers.quantizers.quantizer_finegrained_fp8")
+    made = configs.FineGrainedFP8Config.from_dict(dict(config))
+    return module.FineGrainedFP8HfQuantizer(made, pre_quantized=True)
 
 
 def _on_gpus(model: nn.Module, checkpoint: Checkpoint) -> dict[str, Misread]:
@@ -224,12 +229,14 @@ def _scales_other_blocks(shape: Sequence[int]) -> bool:
 @functools.cache
 def _dequantizes(size: int) -> bool | None:
     """Return True if a column of ``size`` elements gets its scales; None if that raises."""
-    module = importlib.import_module("transformers.integrations.finegrained_fp8")
     data = torch.ones(size, 1).to(BLOCKS_128X128.dtype)
     scales = 1.0 + torch.arange(num_blocks(size), dtype=torch.float32)[:, None]
+    (rule,) = _quantizer({"dequantize": True}).get_weight_conversions()
+    given = {"weight": data, "weight_scale_inv": scales}
+    tensors = {x: [given[x.rstrip("$")]] for x in rule.source_patterns if x.rstrip("$") in given}
     try:
-        made = module.Fp8Dequantize(None).convert({"weight": [data], "weight_scale_inv": [scales]})
+        (made,) = rule.operations[0].convert(tensors).values()
     except Exception:
         return None
-    values: Tensor = next(iter(made.values()))
+    values = made[0] if isinstance(made, list) else made
     return torch.equal(values, scales.repeat_interleave(BLOCK, 0)[:size])

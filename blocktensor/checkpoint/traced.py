@@ -7,12 +7,11 @@ needed, and no list of the functions that exist.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .parts import Part
 
@@ -70,18 +69,15 @@ class TracedTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         kwargs = {name: value for name, value in (kwargs or {}).items() if name != "device"}
-        traced = [x for x in tree_leaves((args, kwargs)) if isinstance(x, TracedTensor)]
-        names = frozenset[str]().union(*(x.names for x in traced))
+        names = frozenset[str]().union(*(x.names for x in _traced_in((*args, *kwargs.values()))))
         # an op on meta gives shape, strides and dtype, and raises what it would raise
-        on_meta: Any = tree_map_only(TracedTensor, _on_meta, (args, kwargs))
-        made = func(*on_meta[0], **on_meta[1])
-        rule = _RULES.get(func)
+        made = func(*_on_meta(args), **{name: _on_meta(value) for name, value in kwargs.items()})
         several = isinstance(made, (list, tuple))
-        each = list(made) if several else [made]
-        blocks = [None] * len(each) if rule is None else rule(func, args, kwargs)
+        each, rule = list(made) if several else [made], _RULES.get(func)
+        blocks = None if rule is None else rule(func, args, kwargs)
         results = [
             cls(x, names, found) if isinstance(x, Tensor) else x
             for x, found in zip(each, blocks or [None] * len(each), strict=True)
@@ -89,15 +85,27 @@ class TracedTensor(torch.Tensor):
         return results if several else results[0]
 
 
+def _traced_in(values: Iterable[Any]) -> Iterator[TracedTensor]:
+    """Yield the traced tensors in arguments of an op, those in lists too."""
+    for x in values:
+        if isinstance(x, TracedTensor):
+            yield x
+        elif isinstance(x, (list, tuple)):
+            yield from _traced_in(x)
+
+
+def _on_meta(x: Any) -> Any:
+    """Return an argument of an op on meta."""
+    if isinstance(x, TracedTensor):
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+    return type(x)(map(_on_meta, x)) if type(x) in (list, tuple) else x
+
+
 def traced(name: str, shape: Sequence[int], dtype: torch.dtype) -> TracedTensor:
     """Return the tensor ``name``, traced."""
     like = torch.empty(tuple(shape), dtype=dtype, device="meta")
     block = _Block((0,) * like.ndim, like, (name, tuple(shape)))
     return TracedTensor(like, frozenset([name]), (block,))
-
-
-def _on_meta(x: TracedTensor) -> Tensor:
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
 
 
 # What ops make of blocks: a rule returns the blocks of each result
