@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..model.names import is_module
 from ..ops.cast.ops import dequantize, quantize_rowwise
 from ..ops.checks import bad_scale
-from ..ops.formats import BlockFormat, Quantized
+from ..ops.formats import BLOCKS_128X128, BlockFormat, Quantized
 from ..sharding.dtensor import fp8_part, local_of
 from ..sharding.whole import form_of, format_of, whole_tensors
 from ..tensor.base import MasterBase
@@ -116,7 +116,10 @@ def iter_fp8(
     found = exported(model, "iter_fp8", separate_experts)
     yields = rank is None or rank == (dist.get_rank() if dist.is_initialized() else 0)
     return (
-        pair for stored in stored_in_turn(found, units_of(found)) if yields for pair in stored.items()
+        pair
+        for stored in stored_in_turn(found, units_of(found))
+        if yields
+        for pair in stored.items()
     )
 
 
@@ -180,9 +183,7 @@ def _in_order(group: Group) -> Group:
     """Order the tensors of a group as their parts lie in the model's tensors."""
 
     def place(stored: Stored) -> list[Any]:
-        return [
-            (part.name, [run.start for run in part.there]) for part in (stored.parts or ())[:1]
-        ]
+        return [(part.name, [run.start for run in part.there]) for part in (stored.parts or ())[:1]]
 
     return sorted(group, key=place)
 
@@ -253,12 +254,13 @@ class _Held(NamedTuple):
             _check_scales(label, scale.cpu(), made.format)
         return made
 
-    def values(self) -> Tensor:
+    def values(self, expert: int | None) -> Tensor:
         """Return the values in high precision, of an FP8 weight those that the forward reads."""
         if fp8_part(self.x) is not None:
-            return dequantize(self.form(None), self.x.dtype)
-        assert not isinstance(self.whole, Quantized)
-        return self.x.detach() if self.whole is None else self.whole  # type: ignore[no-any-return]
+            return dequantize(self.form(expert), self.x.dtype)
+        plain: Any = self.x.detach() if self.whole is None else self.whole
+        made: Tensor = plain if expert is None else plain[expert : expert + 1]
+        return made
 
 
 def _check_scales(label: str, scale: Tensor, format: BlockFormat) -> None:
@@ -274,23 +276,23 @@ def _made(unit: Unit, held: Mapping[str, _Held], found: Exported) -> dict[str, T
     """Return the tensors of a unit."""
     first = unit.stored[0]
     if first.parts is None:
-        return _computed(found.model, {name: x.values() for name, x in held.items()})
+        return _computed(found.model, {name: x.values(None) for name, x in held.items()})
     names = {part.name for stored in unit.stored for part in stored.parts or ()}
-    if not names & set(found.fp8):
-        values = {name: held[name].values() for name in names}
-        return {
-            stored.name: _joined(stored.shape, stored.parts or (), values) for stored in unit.stored
-        }
-    forms = {name: held[name].form(first.expert) for name in names}
+    in_fp8 = not names.isdisjoint(found.fp8)
+    forms = {name: held[name].form(first.expert) for name in names} if in_fp8 else {}
+    scales = {name: form.scale for name, form in forms.items()}
+    values = {name: form.data for name, form in forms.items()}
+    values = values or {name: held[name].values(first.expert) for name in names}
     made = {}
     for stored in unit.stored:
         parts = [_of_one(part, first.expert) for part in stored.parts or ()]
-        blocks = [block for part in parts if (block := part.in_blocks(stored.shape)) is not None]
-        assert len(blocks) == len(parts)
-        format = next(iter(forms.values())).format
-        data, scale = ({name: form[i] for name, form in forms.items()} for i in (0, 1))
-        made[stored.name] = _joined(stored.shape, parts, data)
-        made[stored.name + SCALE_SUFFIX] = _joined(format.scale_shape(stored.shape), blocks, scale)
+        made[stored.name] = _joined(stored.shape, parts, values)
+        if in_fp8:
+            blocks = [part.in_blocks(stored.shape) for part in parts]
+            shape = BLOCKS_128X128.scale_shape(stored.shape)
+            known = [block for block in blocks if block is not None]
+            assert len(known) == len(blocks)
+            made[stored.name + SCALE_SUFFIX] = _joined(shape, known, scales)
     return made
 
 
@@ -299,9 +301,7 @@ def _of_one(part: Part, expert: int | None) -> Part:
     return part if expert is None else part._replace(there=(slice(0, 1), *part.there[1:]))
 
 
-def _joined(
-    shape: Sequence[int], parts: Sequence[Part], sources: Mapping[str, Tensor]
-) -> Tensor:
+def _joined(shape: Sequence[int], parts: Sequence[Part], sources: Mapping[str, Tensor]) -> Tensor:
     """Return a tensor that consists of parts of others."""
     if len(parts) == 1 and parts[0].here == all_of(shape):
         x = parts[0].take(sources[parts[0].name]).contiguous()

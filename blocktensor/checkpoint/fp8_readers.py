@@ -15,13 +15,13 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..ops.formats import BLOCK, BLOCKS_128X128, num_blocks
 from .on_disk import SCALE_SUFFIX
 from .parts import Part
 from .pretrained import Loaded, loaded, rules_of, skeleton
-from .stored import Group, Stored
+from .stored import Stored
 from .traced import TracedTensor, traced
 
 
@@ -112,7 +112,7 @@ def _on_gpus(model: nn.Module, checkpoint: Checkpoint) -> dict[str, Misread]:
     except Exception as error:  # of the constructor of an FP8 module, say
         why = f"transformers fails as it makes FP8 modules: {error}"
         stacks = {name for x in checkpoint.stored if _is_of_stack(x) for name in x.of}
-        wrong = stacks & set(checkpoint.fp8) or checkpoint.fp8
+        wrong = stacks.intersection(checkpoint.fp8) or checkpoint.fp8
         return {name: Misread(why, _module(name)) for name in wrong}
     state, modules = twin.state_dict(keep_vars=True), dict(twin.named_modules())
     found: dict[str, Misread] = {}
@@ -131,7 +131,7 @@ def _on_gpus(model: nn.Module, checkpoint: Checkpoint) -> dict[str, Misread]:
         elif not is_fp8 and not _is_read(name, stored, made):
             found[name] = _OTHER_VALUES
     for names in _tied(model):
-        if len(names) > 1 and checkpoint.fp8 & names:
+        if len(names) > 1 and not names.isdisjoint(checkpoint.fp8):
             tied = Misread("transformers ties weights without their scales")
             found |= dict.fromkeys(names & checkpoint.sources.keys(), tied)
     return found
@@ -177,7 +177,9 @@ def _is_read(name: str, stored: Sequence[Stored], made: Loaded) -> bool:
         return False
     if any(x.parts is None for x in stored):
         return tensor.names <= {x.name for x in stored}
-    return _same(tensor.parts, (p.of(x.name) for x in stored for p in x.parts or () if p.name == name))
+    return _same(
+        tensor.parts, (p.of(x.name) for x in stored for p in x.parts or () if p.name == name)
+    )
 
 
 def _bytes_are_read(name: str, stored: Sequence[Stored], made: Loaded) -> bool:

@@ -300,7 +300,7 @@ def _in_high_precision(
         made = functools.cache(reader.compute)
         for name in sources.keys() & reader.computed.keys():
             entry = sources[name].weights[0]
-            computed[entry] = lambda read, name=name, made=made: made(read)[name]
+            computed[entry] = functools.partial(_one_of, made, name)
     for name, source in matched.sources.items():
         x = targets[name].current
         if source.is_fp8 and fp8_part(x) is None and not _is_multiplied(holders[id(x)]):
@@ -308,6 +308,10 @@ def _in_high_precision(
             sources[name] = Source([entire(name, x.shape)], [entry])
             computed[entry] = functools.partial(dequantized, x, source)
     return sources, computed
+
+
+def _one_of(compute: Callable[[Read], Mapping[str, Tensor]], name: str, read: Read) -> Tensor:
+    return compute(read)[name]
 
 
 def _is_multiplied(holders: Sequence[_Target]) -> bool:

@@ -94,26 +94,27 @@ def match(
     sources: dict[str, Source] = {}
     taken: set[str] = set()
     names = possible_names(model)
-    for name, x in tensors.items():
-        found = next((x for x in readers if name in x.parts or name in x.computed), None)
-        if found is not None and name in found.computed:
-            taken |= found.computed[name]
-            sources[name] = _computed(folder, name, x, found, left)
-            continue
-        way = None
-        if found is None:
-            way = next((way for way in names[name] if _are_stored(folder, name, way, left)), None)
-        if found is None and way is None:
-            _check_unread(folder, name, readers)
-            continue
-        parts = found.parts[name] if found is not None else way.parts(x.shape)
+
+    def source(parts: Sequence[Part], whole: bool) -> Source:
+        taken.update(part.name for part in parts)
         for part in parts:
             if left[part.name].is_fp8 and part.name not in scales:
                 raise _without_scales(left[part.name])
-        taken |= {part.name for part in parts}
         scaled = [entries[scales[part.name]] for part in parts if part.name in scales]
-        weights = [left[part.name] for part in parts]
-        sources[name] = Source(parts, weights, scaled, whole=found is None)
+        return Source(parts, [left[part.name] for part in parts], scaled, whole)
+
+    for name, x in tensors.items():
+        computes = next((reader for reader in readers if name in reader.computed), None)
+        parts = next((reader.parts[name] for reader in readers if name in reader.parts), None)
+        if computes is not None:
+            taken |= computes.computed[name]
+            sources[name] = _computed(folder, name, x, computes, left)
+        elif parts is not None:
+            sources[name] = source(parts, whole=False)
+        elif way := next((y for y in names[name] if _are_stored(folder, name, y, left)), None):
+            sources[name] = source(way.parts(x.shape), whole=True)
+        else:
+            _check_unread(folder, name, readers)
     return Matched(sources, [name for name in left if name not in taken], readers)
 
 

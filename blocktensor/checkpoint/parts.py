@@ -43,7 +43,9 @@ class Part(NamedTuple):
 
     def of(self, name: str) -> Part:
         """Return the same box as a part of this tensor, whose name is ``name``, in the other."""
-        back = [self.axes.index(axis) if axis in self.axes else None for axis in range(len(self.there))]
+        back = [
+            self.axes.index(axis) if axis in self.axes else None for axis in range(len(self.there))
+        ]
         return Part(name, self.here, self.there, tuple(back))
 
     def in_blocks(self, here: Sequence[int]) -> Part | None:
@@ -55,14 +57,12 @@ class Part(NamedTuple):
         Returns:
             None if a block of this tensor is not a part of one block of the other tensor.
         """
-        blocked_here = {len(here) - 2, len(here) - 1}
-        blocked_there = {len(self.there) - 2, len(self.there) - 1}
         for dim, axis in enumerate(self.axes):
-            if axis is not None and (dim in blocked_here) != (axis in blocked_there):
-                if self.shape[dim] > 1:
-                    return None
-        ends = zip(self.here, here, strict=True)
-        if any(run.stop % BLOCK and run.stop != size for run, size in list(ends)[-2:]):
+            is_cut, was_cut = dim >= len(here) - 2, axis is None or axis >= len(self.there) - 2
+            if axis is not None and is_cut != was_cut and self.shape[dim] > 1:
+                return None  # along one of them, blocks have one element
+        ends = zip(self.here[-2:], here[-2:], strict=True)
+        if any(run.stop % BLOCK and run.stop != size for run, size in ends):
             return None
         if any(run.start % BLOCK for run in (*self.here[-2:], *self.there[-2:])):
             return None

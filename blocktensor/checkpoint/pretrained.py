@@ -46,7 +46,7 @@ def skeleton(model: nn.Module) -> nn.Module:
     modules: dict[nn.Module, nn.Module] = {}
     tensors: dict[int, Tensor] = {}
 
-    def tensor(x: Tensor | None) -> Tensor | None:
+    def tensor(x: Tensor | None) -> Any:
         if x is None:
             return None
         if id(x) not in tensors:
@@ -60,7 +60,8 @@ def skeleton(model: nn.Module) -> nn.Module:
             return None
         if x not in modules:
             kind = next(kind for kind in type(x).__mro__ if not is_fully_sharded(kind))
-            made = modules[x] = object.__new__(kind)
+            made: nn.Module = object.__new__(kind)
+            modules[x] = made
             vars(made).update({**vars(x), **vars(nn.Module()), "training": x.training})
             made._non_persistent_buffers_set.update(x._non_persistent_buffers_set)
             made._parameters.update({name: tensor(value) for name, value in x._parameters.items()})

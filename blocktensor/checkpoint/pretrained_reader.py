@@ -63,7 +63,9 @@ class PretrainedReader:
             else:
                 renamed = (part._replace(name=prefix + part.name) for part in x.parts)
                 self.parts[prefix + name] = tuple(renamed)
-        shapes = {name: f"a tensor {list(x)} would be loaded" for name, x in made.mismatched.items()}
+        shapes = {
+            name: f"a tensor {list(x)} would be loaded" for name, x in made.mismatched.items()
+        }
         self.problems = {prefix + name: why for name, why in (shapes | made.errors).items()}
 
     @property

@@ -130,7 +130,8 @@ def stored_as(
         fp8: the names of those that are to be stored in FP8.
         own: the names of those that are to take their own names in any case.
     """
-    chosen, left = [], []
+    chosen: list[Group] = []
+    left: list[Group] = []
     for group in groups:
         members = members_of(group)
         fits = _fits(group, shapes, fp8) and not any(name in own for name in members)

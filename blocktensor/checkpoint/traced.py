@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..tensor.base import wrapper
 from .parts import Part
 
 _aten: Any = torch.ops.aten
@@ -51,13 +52,13 @@ class TracedTensor(torch.Tensor):
         blocks: tuple[_Block, ...] | None,
     ) -> TracedTensor:
         """Make one of the shape, the strides and the dtype of ``like``."""
-        made: TracedTensor = torch.Tensor._make_wrapper_subclass(
-            cls, like.shape, strides=like.stride(), dtype=like.dtype, device="cpu"
+        made: TracedTensor = wrapper(
+            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=torch.device("cpu")
         )
         made.names, made.blocks = names, blocks
         return made
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"TracedTensor({list(self.shape)}, of {sorted(self.names)})"
 
     @property
@@ -68,9 +69,7 @@ class TracedTensor(torch.Tensor):
         return known if known and len(known) == len(found) else None
 
     @classmethod
-    def __torch_dispatch__(
-        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = {name: value for name, value in (kwargs or {}).items() if name != "device"}
         names = frozenset[str]().union(*(x.names for x in _traced_in((*args, *kwargs.values()))))
         # an op on meta gives shape, strides and dtype, and raises what it would raise
@@ -96,7 +95,7 @@ def _traced_in(values: Iterable[Any]) -> Iterator[TracedTensor]:
 
 def _on_meta(x: Any) -> Any:
     """Return an argument of an op on meta."""
-    if isinstance(x, TracedTensor):
+    if isinstance(x, Tensor):
         return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
     return type(x)(map(_on_meta, x)) if type(x) in (list, tuple) else x
 

@@ -14,7 +14,6 @@ pytest.importorskip("transformers", minversion="5.17")
 
 from transformers import core_model_loading
 
-from blocktensor import convert, load_fp8, save_fp8
 from blocktensor.checkpoint.stored import Group, groups_of, stored_as
 from tests.support.checkpoint_experts import Tensors, read
 from tests.support.moe_models import transformers_moe

@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import random
 import shutil
-import warnings
 from collections import Counter
 from collections.abc import Callable
 from functools import partial

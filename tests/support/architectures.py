@@ -94,7 +94,9 @@ _FURTHER: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "mamba2": {"num_heads": 8},
     "reformer": {"is_decoder": True},
-    **dict.fromkeys(("autoformer", "informer", "time_series_transformer"), {"prediction_length": 8}),
+    "autoformer": {"prediction_length": 8},
+    "informer": {"prediction_length": 8},
+    "time_series_transformer": {"prediction_length": 8},
 }
 """What the default config of a model type leaves open."""
 

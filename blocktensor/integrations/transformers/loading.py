@@ -35,8 +35,11 @@ from ...recipe import Recipe
 from ...tensor.compat.callers import Caller
 from .config import BlockwiseFP8Config
 
-_FP8_METHOD = "fp8"
-"""The method of checkpoints that ``load_fp8`` reads, by its name in ``config.json``."""
+_METHODS = ("fp8", "compressed-tensors")
+"""The methods of checkpoints that may hold E4M3 weights, by their names in ``config.json``."""
+
+_E4M3_FORMAT = "float-quantized"
+"""The format of compressed-tensors that stores one E4M3 element a byte."""
 
 _LOADING = "convert_and_load_state_dict_in_model"
 
@@ -48,13 +51,16 @@ def prefer_given_config() -> None:
     def merged(quantization_config: Any, quantization_config_from_args: Any) -> Any:
         if not isinstance(quantization_config_from_args, BlockwiseFP8Config):
             return theirs(quantization_config, quantization_config_from_args)
-        stored = dict(quantization_config).get("quant_method")
-        stored = getattr(stored, "value", stored)
-        if stored != _FP8_METHOD:
+        entries = dict(quantization_config)
+        stored = entries.get("quant_method")
+        stored, format = getattr(stored, "value", stored), entries.get("format", _E4M3_FORMAT)
+        if stored not in _METHODS or format != _E4M3_FORMAT:
+            kind = repr(stored) if format == _E4M3_FORMAT else f"{stored!r}, {format!r}"
             raise ValueError(
-                f"the checkpoint is quantized by {stored!r}, which blocktensor does not read: "
-                f"expected {_FP8_METHOD!r} or a checkpoint in high precision; "
-                f"dequantize it with the library that wrote it, then convert"
+                f"the checkpoint is quantized by {kind}, which blocktensor does not read: expected "
+                f"{_METHODS[0]!r}, {_METHODS[1]!r} with the format {_E4M3_FORMAT!r}, or a "
+                f"checkpoint in high precision; dequantize it with the library that wrote it, then "
+                f"convert"
             )
         return quantization_config_from_args
 
@@ -181,7 +187,12 @@ def fp8_checkpoint(
 
 def _reader(model: nn.Module, state: Mapping[str, Any], rules: Rules) -> PretrainedReader:
     entries = {
-        name: Entry(Path(), _dtype(x), tuple(x.shape if isinstance(x, torch.Tensor) else x.get_shape()), name)
+        name: Entry(
+            Path(),
+            _dtype(x),
+            tuple(x.shape if isinstance(x, torch.Tensor) else x.get_shape()),
+            name,
+        )
         for name, x in state.items()
     }
     return PretrainedReader("", model, entries, rules)

@@ -12,7 +12,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, FineGrainedFP8Config, core_model_loading
+from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
 from blocktensor import (
@@ -336,41 +336,3 @@ def test_a_variant_beside_other_weights_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.fp8.safetensors").rename(folder / "model.safetensors")
     (tmp_path / "config.json").rename(folder / "config.json")
     assert fp8_names(loaded(folder, choices(frozen=True), dtype="auto"))
-
-
-def with_rule(monkeypatch: pytest.MonkeyPatch, operation: Any) -> None:
-    """Make transformers compute the weights of q of Llama as it loads and saves them."""
-    from transformers import conversion_mapping
-    from transformers.core_model_loading import WeightConverter
-
-    name = "self_attn.q_proj.weight"
-    theirs = conversion_mapping.get_checkpoint_conversion_mapping
-    monkeypatch.setattr(
-        conversion_mapping,
-        "get_checkpoint_conversion_mapping",
-        lambda kind: [WeightConverter(name, name, [operation])] if kind == "llama" else theirs(kind),
-    )
-
-
-def test_weights_that_transformers_transposes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    wanted = frozen_in_fp8(llama(), tmp_path)
-    with_rule(monkeypatch, core_model_loading.Transpose())
-    found = loaded(tmp_path, choices(frozen=True), dtype="auto")
-    assert len(fp8_names(found)) == 14
-    for name, x in values(found).items():
-        assert torch.equal(x, wanted[name].t() if "q_proj" in name else wanted[name]), name
-
-
-def test_weights_that_transformers_computes_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rows of one block that lie in several blocks."""
-    frozen_in_fp8(llama(), tmp_path)
-    with_rule(monkeypatch, core_model_loading.Interleave())
-    message = r"q_proj.weight' is in FP8, and transformers would compute .* from it otherwise than"
-    with pytest.raises(CheckpointError, match=message):
-        loaded(tmp_path, dtype="auto")
-    with pytest.raises(CheckpointError, match=message):
-        load_fp8(llama(), tmp_path)
