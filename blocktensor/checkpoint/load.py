@@ -104,16 +104,19 @@ def load_fp8(
 ) -> LoadReport:
     """Load an FP8 checkpoint into a model whose linears are plain, converted or on meta.
 
-    Reads checkpoints of :func:`save_fp8`, DeepSeek-V3 and transformers' "fp8", with scales
-    named ``weight_scale_inv``. Scales in another floating-point dtype, e8m0 included, become the
-    same values in fp32. A weight stored in FP8 becomes a frozen :class:`BlockwiseFP8Tensor` with
-    the stored bytes; other tensors are loaded as by ``load_state_dict``, in the model's dtype. An
-    extra state of a module is loaded if it is a tensor. Only tensors of the model are read, one at
-    a time. The model does not change unless all of them can be loaded.
+    Reads checkpoints of :func:`save_fp8`, DeepSeek-V3, transformers' "fp8", and of others with
+    scales of 128x128 blocks. Scales are named ``weight_scale_inv``, ``weight_scale``, ``scale`` or
+    ``qscale_weight``; those in another floating-point dtype, e8m0 included, become the same values
+    in fp32. A weight stored in FP8 becomes a frozen :class:`BlockwiseFP8Tensor` with the stored
+    bytes; one of an embedding, or of another parameter that is no matmul's alone, is dequantized.
+    Other tensors are loaded as by ``load_state_dict``, in the model's dtype. An extra state of a
+    module is loaded if it is a tensor. Only tensors of the model are read, one at a time. The model
+    does not change unless all of them can be loaded.
 
-    A tensor of a transformers model may have the name that ``save_pretrained`` gives it. A stack
-    of experts may be stored whole or as matrices of each expert: ``experts.3.gate_proj.weight``,
-    ``up_proj``, ``down_proj``, or ``w1``, ``w3``, ``w2`` as in Mixtral, with scales of their own.
+    A transformers model gets what ``from_pretrained`` would load into it, under the names and by
+    the conversions of transformers. A stack of experts may be stored whole or as matrices of each
+    expert: ``experts.3.gate_proj.weight``, ``up_proj``, ``down_proj``, or ``w1``, ``w3``, ``w2`` as
+    in Mixtral, with scales of their own.
 
     Args:
         model: any module. Tensors on meta are made on ``device``.
@@ -128,8 +131,9 @@ def load_fp8(
         ImportError: safetensors is not installed.
         CheckpointError: a file that is missing, truncated or malformed; a tensor whose shape or
             dtype does not fit the model; a scale that is not finite and above 0, or does not fit
-            the recipe; a stack of which some experts are missing or not in FP8, or whose gate and
-            up would share blocks; names that are missing or unexpected, if ``strict``.
+            the recipe; a stack of which some experts are missing or not in FP8; FP8 weights that
+            would be joined or split inside of blocks; names that are missing or unexpected, if
+            ``strict``.
         NotImplementedError: weights scaled in other blocks than 128x128; a sharded weight that is
             on meta, trainable, of another recipe, or not in FP8 where the stored one is.
 

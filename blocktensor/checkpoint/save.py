@@ -40,11 +40,12 @@ def save_fp8(
 
     A model of transformers gets the names that its ``save_pretrained`` writes: of most mixtures of
     experts a matrix for each expert, ``experts.3.gate_proj.weight``, in the bytes of the stack.
-
-    On GPUs, transformers reads weights of any size as FP8 layers. Where it dequantizes at load (on
-    CPUs), weights must be whole 128x128 blocks: for others it raises, or scales them wrongly
-    without an error (seen in 5.17 and 5.23); :func:`load_fp8` and ``.dequantize()`` do not. Of
-    stacks of experts that are stored whole it then leaves out the scales, without an error.
+    Weights that transformers would read without their scales, or with other ones, are stored in
+    high precision, with the values that the next forward would read: transformers' functions say
+    which (T5's ``wo``; experts that are stored whole; 200 rows, which it scales wrongly where it
+    dequantizes, on CPUs and older GPUs). A warning names them, and ``config.json`` lists their
+    modules. For other sizes that are no whole blocks it raises where it dequantizes:
+    :func:`load_fp8` and ``.dequantize()`` do not.
 
     Nothing of it counts before all is written and on the disk: a killed process leaves the previous
     checkpoint or the new one. ``overwrite`` replaces the index, the config and the files that the
@@ -63,6 +64,8 @@ def save_fp8(
         separate_experts: write a matrix for each expert in any model, torchtitan's too. Default:
             the names of transformers' ``save_pretrained``, and the model's own for other models and
             for experts whose gate and up share blocks (their rows are no multiple of 128).
+        all_in_fp8: store all FP8 weights of a transformers model in FP8, for :func:`load_fp8` and
+            inference engines; transformers then may misread some of them.
         config: further entries of ``config.json``; default: ``model.config.to_dict()`` if present.
         max_shard_bytes: size limit of a file; a larger tensor or expert gets a file of its own.
         overwrite: replace an existing checkpoint, of :func:`save_fp8` or another library.
@@ -72,11 +75,16 @@ def save_fp8(
 
     Raises:
         ImportError: safetensors is not installed.
-        ValueError: a shard size below 1; no FP8 weight; a tensor on meta; an FP8 weight that holds
-            NaN or Inf, which :func:`load_fp8` refuses; ``separate_experts`` for a stack
-            ``[E, K, N]``, one of another name, or one whose matrices share blocks.
+        ValueError: a shard size below 1; no FP8 weight, or none that transformers would read in
+            FP8 (GPT-2's Conv1D); a tensor on meta; an FP8 weight that holds NaN or Inf, which
+            :func:`load_fp8` refuses; ``separate_experts`` for a stack ``[E, K, N]``, one of another
+            name, or one whose matrices share blocks.
+        RuntimeError: transformers cannot say what it would read.
         FileExistsError: ``path`` exists, and ``overwrite`` is not set or it is no checkpoint.
         OSError: it cannot be written: the disk is full, say. Nothing has changed then.
+
+    Warns:
+        UserWarning: some FP8 weights are stored in high precision.
     """
     require_safetensors()
     if max_shard_bytes < 1:

@@ -7,6 +7,7 @@ needed, and no list of the functions that exist.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -33,6 +34,23 @@ class _Block(NamedTuple):
     origin: tuple[str, tuple[int, ...]]
 
 
+class _Layout(NamedTuple):
+    """Shape, strides and dtype of a tensor."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, x: Tensor) -> _Layout:
+        """Return the layout of a tensor."""
+        return cls(tuple(x.shape), x.stride(), x.dtype)
+
+    def on_meta(self) -> Tensor:
+        """Return a tensor of this layout."""
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="meta")
+
+
 class TracedTensor(torch.Tensor):
     """A tensor without values.
 
@@ -46,14 +64,12 @@ class TracedTensor(torch.Tensor):
 
     @staticmethod
     def __new__(
-        cls,
-        like: Tensor,
-        names: frozenset[str],
-        blocks: tuple[_Block, ...] | None,
+        cls, layout: _Layout, names: frozenset[str], blocks: tuple[_Block, ...] | None
     ) -> TracedTensor:
-        """Make one of the shape, the strides and the dtype of ``like``."""
+        """Make one of a layout."""
+        shape, strides, dtype = layout
         made: TracedTensor = wrapper(
-            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=torch.device("cpu")
+            cls, shape, strides=strides, dtype=dtype, device=torch.device("cpu")
         )
         made.names, made.blocks = names, blocks
         return made
@@ -72,16 +88,23 @@ class TracedTensor(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = {name: value for name, value in (kwargs or {}).items() if name != "device"}
         names = frozenset[str]().union(*(x.names for x in _traced_in((*args, *kwargs.values()))))
-        # an op on meta gives shape, strides and dtype, and raises what it would raise
-        made = func(*_on_meta(args), **{name: _on_meta(value) for name, value in kwargs.items()})
-        several = isinstance(made, (list, tuple))
-        each, rule = list(made) if several else [made], _RULES.get(func)
+        layouts = _layouts(func, _described(args), _described(tuple(kwargs.items())))
+        rule = _RULES.get(func)
         blocks = None if rule is None else rule(func, args, kwargs)
+        several = isinstance(layouts, list)
+        each = layouts if several else [layouts]
         results = [
-            cls(x, names, found) if isinstance(x, Tensor) else x
-            for x, found in zip(each, blocks or [None] * len(each), strict=True)
+            cls(layout, names, found)
+            for layout, found in zip(each, blocks or [None] * len(each), strict=True)
         ]
         return results if several else results[0]
+
+
+def traced(name: str, shape: Sequence[int], dtype: torch.dtype) -> TracedTensor:
+    """Return the tensor ``name``, traced."""
+    like = torch.empty(tuple(shape), dtype=dtype, device="meta")
+    block = _Block((0,) * like.ndim, like, (name, tuple(shape)))
+    return TracedTensor(_Layout.of(like), frozenset([name]), (block,))
 
 
 def _traced_in(values: Iterable[Any]) -> Iterator[TracedTensor]:
@@ -93,18 +116,28 @@ def _traced_in(values: Iterable[Any]) -> Iterator[TracedTensor]:
             yield from _traced_in(x)
 
 
-def _on_meta(x: Any) -> Any:
-    """Return an argument of an op on meta."""
+def _described(x: Any) -> Any:
+    """Return an argument of an op with layouts in place of tensors, and tuples in place of lists."""
     if isinstance(x, Tensor):
-        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
-    return type(x)(map(_on_meta, x)) if type(x) in (list, tuple) else x
+        return _Layout.of(x)
+    return tuple(map(_described, x)) if type(x) in (list, tuple) else x
 
 
-def traced(name: str, shape: Sequence[int], dtype: torch.dtype) -> TracedTensor:
-    """Return the tensor ``name``, traced."""
-    like = torch.empty(tuple(shape), dtype=dtype, device="meta")
-    block = _Block((0,) * like.ndim, like, (name, tuple(shape)))
-    return TracedTensor(like, frozenset([name]), (block,))
+@functools.lru_cache(maxsize=4096)
+def _layouts(func: Any, args: Any, kwargs: Any) -> _Layout | list[_Layout]:
+    """Return the layout of the result, or of each result, of an op.
+
+    The op runs on meta, and raises what it would raise. The tensors of many experts have the same
+    layouts.
+    """
+
+    def on_meta(x: Any) -> Any:
+        if isinstance(x, _Layout):
+            return x.on_meta()
+        return tuple(map(on_meta, x)) if type(x) is tuple else x
+
+    made = func(*map(on_meta, args), **{name: on_meta(value) for name, value in kwargs})
+    return [_Layout.of(x) for x in made] if isinstance(made, (list, tuple)) else _Layout.of(made)
 
 
 # What ops make of blocks: a rule returns the blocks of each result

@@ -209,7 +209,10 @@ def save_pretrained_fp8(
 
     Raises:
         TypeError: ``model`` is no PreTrainedModel.
-        ValueError: adapters are loaded; as :func:`blocktensor.save_fp8`.
+        ValueError, RuntimeError: as :func:`blocktensor.save_fp8`; adapters are loaded.
+
+    Warns:
+        UserWarning: as :func:`blocktensor.save_fp8`.
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(
