@@ -25,6 +25,7 @@ import blocktensor
 from .conversion.fast_path import FAMILIES, described
 from .ops import reference
 from .ops.devices import HOPPER, capability, card
+from .ops.runtime import build_player
 from .recipe import DEFAULT_RECIPE
 from .reports.predict import tokens_to_gain
 from .text_table import Table, human_bytes
@@ -33,8 +34,11 @@ OPTIONAL = ("triton", "safetensors", "numpy", "transformers", "accelerate", "pef
 """Packages that some part works with."""
 
 VARIABLES = (
+    "BLOCKTENSOR_CACHE_DIR",
+    "BLOCKTENSOR_CHECK_RECORDINGS",
     "BLOCKTENSOR_FAST_PATH",
     "BLOCKTENSOR_GEMM",
+    "BLOCKTENSOR_PLAYER",
     "TRITON_INTERPRET",
     "CUDA_VISIBLE_DEVICES",
 )
@@ -109,6 +113,7 @@ def facts(device: torch.device) -> dict[str, Any]:
     }
     if device.type == "cuda":
         found["fast_path"] = described(device)
+        found["slow_launches"] = build_player.why_none() or None
         if capability(device) == HOPPER:
             found["host_us"] = host = host_us(device)
             found["tokens_to_gain"] = tokens_to_gain(4096, 4096, host, card(device))
@@ -125,6 +130,12 @@ def backends(device: torch.device) -> str:
     parts = [str(Table((f"ops on {device}", "backend", "runs", "why not"), rows))]
     if "fast_path" in found:
         parts.append(found["fast_path"])
+        reason = found["slow_launches"]
+        parts.append(
+            f"launches: by Triton, several times the host time ({reason})"
+            if reason
+            else "launches: repeated in C++"
+        )
     if "host_us" in found:
         parts.append(hint(found["host_us"], found["tokens_to_gain"]))
     return "\n".join(parts)

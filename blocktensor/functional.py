@@ -152,6 +152,8 @@ def linear_cross_entropy(
     ignore_index: int = -100,
     chunk_size: int | None = None,
     recipe: Recipe | None = None,
+    weight: Tensor | None = None,
+    label_smoothing: float = 0.0,
 ) -> Tensor:
     """Return ``F.cross_entropy`` of fp32 ``x wᵀ + bias`` in FP8, without all tokens' logits.
 
@@ -171,18 +173,26 @@ def linear_cross_entropy(
         target: int64 ``[...]``, the indices of classes.
         bias: ``[N]`` or None.
         reduction, ignore_index: as in ``F.cross_entropy``; the reductions are "mean" and "sum".
-        chunk_size: tokens of a chunk, a multiple of 128; by default as many as take 4 GiB of
-            temporary memory: a logit and 2 bytes on a GPU; and 12 elsewhere.
+        chunk_size: tokens of a chunk, a multiple of 128; by default as many as fit in 4 GiB of
+            temporary memory, at itemsize + 2 bytes a logit on a GPU, itemsize + 12 elsewhere.
         recipe: numeric choices where x and w are plain; default ``Recipe()``.
+        weight, label_smoothing: of ``F.cross_entropy``; not implemented, only the defaults work.
 
     Returns:
         The loss, an fp32 scalar. Of no tokens it is 0 as a sum and nan as a mean.
 
     Raises:
         TypeError, ValueError: dtypes, shapes, devices, recipes or options that do not fit together.
-        NotImplementedError: fake tensors, torch.func.
+        NotImplementedError: fake tensors, torch.func; a ``weight`` or ``label_smoothing``.
     """
     _check(recipe, {"x": x, "w": w, "target": target}, {"bias": bias})
+    if weight is not None or label_smoothing != 0:
+        given = "weight=weight" if weight is not None else f"label_smoothing={label_smoothing!r}"
+        raise NotImplementedError(
+            f"linear_cross_entropy does not implement {given}: compute "
+            f"F.cross_entropy(functional.linear(x, w).float(), target, {given}), which has the "
+            f"logits of all tokens"
+        )
     loss = CrossEntropy(reduction, ignore_index)
     if not _stays_whole(w, recipe) and not is_dynamo_compiling():
         _whole_functions.announce_if_loaded()

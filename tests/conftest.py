@@ -13,6 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from blocktensor.ops.runtime import check_recordings
+
 torch.set_num_threads(1)  # test tensors are small: more threads wait for each other
 
 # the first GPU of each worker of pytest-xdist is another one; counting initializes none
@@ -48,6 +50,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         needed = max(
             (n for mark, n in _GPUS_NEEDED.items() if item.get_closest_marker(mark)), default=0
         )
+        if check_recordings.ENABLED and item.get_closest_marker("unchecked"):
+            item.add_marker(pytest.mark.skip(reason="counts what the checking mode adds"))
         if needed > found:
             item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA GPU(s), found {found}"))
 

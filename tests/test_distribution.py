@@ -74,7 +74,8 @@ def package_files() -> set[str]:
 def test_the_wheel_is_the_package(built: tuple[Path, Path]) -> None:
     names = set(zipfile.ZipFile(built[1]).namelist())
     assert {name for name in names if ".dist-info/" not in name} == package_files()
-    assert {"blocktensor/py.typed", "blocktensor/ops/gemm/hopper/tiles.json"} <= names
+    data = "py.typed", "ops/gemm/hopper/tiles.json", "ops/runtime/player.cpp"
+    assert {f"blocktensor/{name}" for name in data} <= names
 
 
 def test_the_source_distribution_is_the_package_and_what_builds_it(

@@ -1,4 +1,4 @@
-"""The first steps of every FP8 backward: refuse, free gradients, ask which are wanted."""
+"""What all FP8 functions do: give out results; refuse, free gradients, ask which are wanted."""
 
 from __future__ import annotations
 
@@ -26,6 +26,18 @@ class FP8Function(torch.autograd.Function):
         """Switch boxed gradients off, which compiled autograd refuses: it calls this first."""
         FP8Function.boxed_grads_call = False
         return torch.autograd.Function._compiled_autograd_key(ctx)
+
+
+def given_out(y: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return the output of a function in another shape, with a node of its own for callers' hooks.
+
+    A backward in two halves (zero bubble) begins the second half at the node that weights are
+    inputs of. Hooks on that node run in both halves, and change the gradients of weights twice. So
+    callers get the node of this view, as torch's linear layers give theirs for more than two
+    dimensions. It is no view to autograd: callers may modify it in place.
+    """
+    made: Tensor = torch.ops.aten._unsafe_view(y, shape)
+    return made
 
 
 def run_backward(

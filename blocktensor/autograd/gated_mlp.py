@@ -28,10 +28,10 @@ from ..ops.cast.ops import quantize_with_transpose
 from ..ops.formats import Quantized
 from ..ops.producers.ops import ActivationName, gated
 from ..ops.producers.reference import ACTIVATIONS
-from ..ops.runtime.specialize import key_in_steps, key_of, must_dispatch
+from ..ops.runtime.specialize import sequence
 from ..recipe import Recipe
 from ..tensor.weight import BlockwiseFP8Weight
-from .backward import FP8Function, Gradients, run_backward
+from .backward import FP8Function, Gradients, given_out, run_backward
 from .gated_forms import (
     DOWN,
     GATE,
@@ -42,9 +42,8 @@ from .gated_forms import (
     halves,
     plan_gated,
 )
-from .linear import grouped_linear, has_no_experts, linear, with_leading
+from .linear import grouped_linear, has_no_experts, linear
 from .pipelining import is_input_half, watch_halves
-from .plan import sequence
 from .products import product_of
 from .saved_weight import SavedWeight, hold_cast
 
@@ -80,7 +79,7 @@ def gated_mlp(
             again = x.view(x.shape) if is_dynamo_compiling() else x  # which takes no tensor twice
         apply = _GatedMLP.apply if plan.tracing else _apply_eagerly
         y: Tensor = apply(x, again, *weights, *biases, offs, plan)
-        return y
+        return given_out(y, (*x.shape[:-1], y.shape[1]))
 
 
 def linears_by(
@@ -141,8 +140,7 @@ class _GatedMLP(FP8Function):
         saved: list[Sequence[Tensor]] = [(), (), ()]
         if plan.records_forward:
             masters = [None if w is None else w.cache.master for w in weights]
-            run = sequence(_cast_and_fprop, plan)
-            y, x_col, h_col, gate, up, w_cols = run(x, *masters, *biases, offs, plan)
+            y, x_col, h_col, gate, up, w_cols = _cast_and_fprop(x, *masters, *biases, offs, plan)
             for i, w in enumerate(weights):
                 if w is not None:
                     saved[i], reads[i] = hold_cast(w, plan.linears[i], w_cols[i])
@@ -158,7 +156,7 @@ class _GatedMLP(FP8Function):
         of_x, of_h = ((None, None) if form is None else form[:2] for form in (x_col, h_col))
         ctx.save_for_backward(offs, *of_x, *of_h, gate, up, *saved[0], *saved[1], *saved[2])
         ctx.set_materialize_grads(False)
-        return with_leading(y, x.shape)
+        return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Gradients:
@@ -191,6 +189,7 @@ def _fprop(
     return product.fprop(h_row, read(DOWN), biases[DOWN], plan.down), x_col, h_col, gate, up
 
 
+@sequence
 def _cast_and_fprop(x: Tensor, *others: Any) -> tuple[Any, ...]:
     """Return :func:`_fprop` of the casts of masters, and the columnwise forms of the weights.
 
@@ -206,6 +205,7 @@ def _cast_and_fprop(x: Tensor, *others: Any) -> tuple[Any, ...]:
     return *_fprop(x, read, others[3:6], *others[6:]), tuple(w_cols)
 
 
+@sequence
 def _of_forms(grad: Tensor, *others: Any) -> Gradients:
     """Return the gradients of x and of all weights, by :func:`_op_by_op`.
 
@@ -235,8 +235,7 @@ def _gradients(ctx: Any, saved: list[Any], grads: list[Any], asked: list[bool]) 
     )
     pairs = zip(ctx.reads, _split(saved[7:], ctx.counts), strict=True)
     w_cols = [read and read.columnwise(w, True) for read, w in pairs]
-    run = sequence(_of_forms, plan, key_in_steps((grads[0], gate, up, offs)), key_of((x, h)))
-    made: Gradients = run(grads[0], x, h, gate, up, *w_cols, offs, asked, plan)
+    made: Gradients = _of_forms(grads[0], x, h, gate, up, *w_cols, offs, tuple(asked), plan)
     return made
 
 
@@ -247,7 +246,7 @@ def _may_repeat(ctx: Any, weights: list[Any], grad: Tensor | None, asked: list[b
         and grad is not None
         and asked == [each and i < 5 for i, each in enumerate(ctx.given)]
         and all(isinstance(w, BlockwiseFP8Weight) for w in weights)
-        and not (is_input_half() or "held" in ctx.__dict__ or must_dispatch(grad))
+        and not (is_input_half() or "held" in ctx.__dict__)
     )
 
 

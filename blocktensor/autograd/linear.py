@@ -15,13 +15,14 @@ from torch import Tensor
 
 from ..ops.cast.ops import quantize_with_transpose
 from ..ops.formats import Quantized
-from ..ops.runtime.specialize import must_dispatch
+from ..ops.runtime.specialize import sequence
 from ..recipe import Recipe
-from ..tensor.base import MasterBase
+from ..tensor.arithmetic import is_arithmetic
+from ..tensor.base import MasterBase, readable
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
-from .backward import FP8Function, Gradients, run_backward
-from .plan import Plan, autocast_dtype, kind_of_backward, plan_matmul, sequence
+from .backward import FP8Function, Gradients, given_out, run_backward
+from .plan import Plan, autocast_dtype, plan_matmul
 from .products import DENSE, Dense, Grouped, Saved, product_of, saved_of
 from .saved_weight import SavedWeight, hold_cast
 from .shared_cast import this_thread
@@ -46,9 +47,9 @@ def linear(
 
 
 def linear_override(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Run ``F.linear``."""
-    if isinstance(input, MasterBase) and is_weight_by_itself((input, weight)):
-        return F.linear(readable(input), readable(weight), bias)
+    """Run ``F.linear``: a layer's matmul, unless its input is a weight too."""
+    if isinstance(input, MasterBase) and is_arithmetic((input, weight)):
+        return F.linear(readable(input), readable(weight), readable(bias))
     return linear(input, weight, bias)
 
 
@@ -89,23 +90,7 @@ def _matmul(
         x = x.to(plan.out_dtype)
     apply = FP8Linear.apply if plan.tracing else _apply_eagerly
     y: Tensor = apply(x, w, bias, offs, plan, None, *cast)
-    return y
-
-
-def is_weight_by_itself(factors: Sequence[Tensor]) -> bool:
-    """Return True for a product, without gradients, of a trainable weight with itself.
-
-    An optimizer computes such a product, and no layer does: it runs in high precision.
-    """
-    if len(factors) < 2 or torch.is_grad_enabled():
-        return False
-    weights = [x for x in factors if isinstance(x, MasterBase)]
-    return len(weights) == len(factors) and all(x._counted is weights[0]._counted for x in weights)
-
-
-def readable(x: Any) -> Any:
-    """Return the master of a weight, or anything else unchanged."""
-    return x._readable if isinstance(x, MasterBase) else x
+    return y if x.ndim == 2 else given_out(y, (*x.shape[:-1], y.shape[1]))
 
 
 def _as_input(x: Tensor) -> Tensor:
@@ -159,17 +144,6 @@ def _of_no_experts(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
     return made
 
 
-def with_leading(y: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return ``y[M, N]`` with the leading dimensions of ``shape[..., K]``, in a Function's forward.
-
-    A plain view made there could not be modified in place by the caller.
-    """
-    if len(shape) == 2:
-        return y
-    made: Tensor = torch.ops.aten._unsafe_view(y, (*shape[:-1], y.shape[1]))
-    return made
-
-
 class FP8Linear(FP8Function):
     """The autograd function of every matmul: ``product`` computes it, else :func:`product_of`."""
 
@@ -196,8 +170,7 @@ class FP8Linear(FP8Function):
                 w_read: Any = weight.cache.master
             else:
                 w_read, w_saved, ctx.weight = p.weight(w, plan)
-            run = sequence(_fprop, plan, x_row is None)
-            y, x_col, w_col = run(x, x_row, w_read, bias, offs, plan)
+            y, x_col, w_col = _fprop(x, x_row, w_read, bias, offs, plan)
             if plan.casts_weight:
                 w_saved, ctx.weight = hold_cast(weight, plan, w_col)
             x_saved = x_saved or saved_of(x, x_col, plan)
@@ -207,7 +180,7 @@ class FP8Linear(FP8Function):
             y = p.fprop(x_row, w_row, bias, plan)
         ctx.save_for_backward(offs, *x_saved, *w_saved)
         ctx.set_materialize_grads(False)
-        return y if x.ndim == 2 else with_leading(y, p.output_shape(x.shape))
+        return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Gradients:
@@ -221,6 +194,7 @@ def _given(x: Tensor, cast: tuple[Tensor, ...], plan: Plan) -> tuple[Quantized, 
     return Quantized(cast[0], cast[1], plan.format), saved_of(x, x_col, plan)
 
 
+@sequence
 def _fprop(
     x: Tensor,
     x_row: Quantized | None,
@@ -241,6 +215,7 @@ def _fprop(
     return product.fprop(x_row, w, bias, plan), x_col, w_col
 
 
+@sequence
 def _dgrad_and_wgrad(
     grad: Tensor, x: Quantized, w: Quantized, offs: Tensor | None, plan: Plan
 ) -> tuple[Tensor, Tensor]:
@@ -274,13 +249,10 @@ def _gradients(ctx: Any, saved: Sequence[Tensor], grads: list[Any], asked: list[
         and needs_dw
         and ctx.product is None
         and isinstance(weight[0], BlockwiseFP8Weight)
-        and not must_dispatch(grad)
     ):
         w_col = read.columnwise(weight, True)
-        flat = grad if grad.ndim == 2 else grad.reshape(-1, grad.shape[-1])
-        run = sequence(_dgrad_and_wgrad, plan, kind_of_backward(flat, x, offs))
-        dx, dw = run(flat, x, w_col, offs, plan)
-        return dx if grad.ndim == 2 else dx.view(plan.x_shape), dw, dbias, *rest
+        dx, dw = _dgrad_and_wgrad(grad, x, w_col, offs, plan)
+        return product.finish(dx, dbias, plan)[0], dw, dbias, *rest
     g_row, g = product.grad_forms(grad, plan, needs_dx, needs_dw)
     del grad  # its forms are enough
     w_col = read.columnwise(weight, needs_dx)

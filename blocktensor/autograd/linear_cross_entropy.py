@@ -29,7 +29,7 @@ from ..ops.gemm.ops import gemm
 from ..recipe import Recipe
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
-from .backward import FP8Function, Gradients, run_backward
+from .backward import FP8Function, Gradients, given_out, run_backward
 from .plan import Plan, plan_matmul
 from .products import wgrad_in_high_precision
 from .saved_weight import operand_of_weight
@@ -99,7 +99,7 @@ def linear_cross_entropy(
         rows = chunk or _tokens_of_a_chunk(x, w)
         flat = x.reshape(-1, x.shape[-1]), w, bias, target.reshape(-1)
         made: Tensor = _LinearCrossEntropy.apply(*flat, plan, needs_dbias, loss, rows)
-        return made
+        return given_out(made, ())
 
 
 def _tokens_of_a_chunk(x: Tensor, w: Tensor) -> int:

@@ -6,7 +6,7 @@ They depend on shapes, strides, alignment, dtypes, devices, autocast and grad mo
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -14,15 +14,10 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from ..ops import checks
-from ..ops.formats import Quantized, group_rows
+from ..ops.formats import group_rows
+from ..ops.runtime import check_recordings
 from ..ops.runtime.launch import this_thread
-from ..ops.runtime.specialize import (
-    PLAIN,
-    Specialized,
-    key_of,
-    must_dispatch,
-    recorded,
-)
+from ..ops.runtime.specialize import PLAIN, Decisions, must_dispatch
 from ..recipe import DEFAULT_RECIPE, Recipe
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.refusals import check_same_scaling
@@ -130,29 +125,6 @@ class Plan:
         self.records_backward = records and _is_small(self.x_shape, w) and not self.saves_x
 
 
-def sequence(function: Callable[..., Any], *kind: Hashable) -> Callable[..., Any]:
-    """Return ``function``, recorded for all its calls of this kind (``ops/runtime/replay.py``).
-
-    While ops are watched, return ``function`` itself.
-    """
-    if this_thread.watch is not None:
-        return function
-    return _SEQUENCES.find_by((function, *kind), function)
-
-
-_SEQUENCES = Specialized(recorded)
-
-
-def kind_of_backward(grad: Tensor, x: Quantized, offs: Tensor | None) -> Hashable:
-    """Return the layouts of a gradient and of a saved input, which hooks may have laid out anew."""
-    x_data, x_scale, _ = x
-    return (
-        grad.shape if offs is None else _shape_in_steps(grad),
-        (grad.stride(), grad.dtype, grad.data_ptr() & 15),
-        (x_scale.stride(), x_data.data_ptr() & 15, x_scale.data_ptr() & 15),
-    )
-
-
 def plan_matmul(
     x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe | None, offs: Tensor | None = None
 ) -> Plan:
@@ -165,16 +137,22 @@ def plan_matmul(
     key = _key(x, w, bias, recipe, offs)
     if key is None:
         return Plan(x, w, bias, recipe, offs, serves_all=False)
-    return _PLANS.find_by(key, x, w, bias, recipe, offs)
+    plan = _PLANS.get(key) or _PLANS.put(key, Plan(x, w, bias, recipe, offs))
+    if check_recordings.ENABLED:
+        check_recordings.check_plan(plan, Plan(x, w, bias, recipe, offs))
+    return plan
 
 
-_PLANS = Specialized(Plan)
+_PLANS = Decisions[Plan]()
 
 
 def _key(
     x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe | None, offs: Tensor | None
 ) -> Hashable | None:
     """Return all that the plan of eager calls depends on; None where each call makes its own.
+
+    A plan reads no strides, but for those of a stack, and no addresses: what runs by it has keys of
+    its own (:func:`~..ops.runtime.specialize.key_of`). The checking mode compares plans.
 
     Raises:
         NotImplementedError: nested tensors, ``torch.jit.trace`` and ``torch.func``.
@@ -197,25 +175,24 @@ def _key(
         weight_key = (
             *(type(cache), cache.format, w.transposed),
             *(how.wgrad_input, how.cache_weight, how.batch_invariant),
-            key_of((cache.master,)),  # which a recorded forward casts
         )
     else:
-        weight_key = key_of(w.operand), w.recipe.wgrad_input, w.recipe.batch_invariant
+        weight_key = w.format, w.recipe.wgrad_input, w.recipe.batch_invariant
     return (  # every eager call builds it
         x.shape if offs is None else _shape_in_steps(x),
-        (x.stride(), x.dtype, x.device, x.requires_grad, x_inner.data_ptr() & 15),
+        (x.dtype, x.device, x.requires_grad),
         (*x.formats, x.columnwise_data is None, x.source is None)
         if isinstance(x, BlockwiseFP8Tensor)
         else None,
         (w.shape, w.dtype, w.device, w.requires_grad),
         weight_key,
-        None if bias is None else (key_of((bias,)), bias.requires_grad),
+        None if bias is None else (bias.shape, bias.dtype, bias.device, bias.requires_grad),
         None
         if recipe is None
         else (recipe.activation_format, recipe.wgrad_input, recipe.batch_invariant),
         torch.is_grad_enabled(),
         autocast_dtype(x) if torch._C._is_any_autocast_enabled() else None,
-        None if offs is None else (w.stride(), key_of((offs,))),
+        None if offs is None else (w.stride(), offs.shape, offs.dtype, offs.device),
     )
 
 

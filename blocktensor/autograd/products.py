@@ -22,6 +22,7 @@ from typing import Any, TypeAlias
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from ..ops.cast.ops import quantize_forms, quantize_grouped
 from ..ops.cast.producer import Forms
@@ -233,7 +234,12 @@ def _plain(grad: Tensor) -> Tensor:
 def _in_vectors(x: Tensor) -> Tensor:
     """Return ``x[T, C]`` in rows of whole 16-byte vectors, as torch's grouped matmuls read it."""
     missing = -x.shape[1] % (VECTOR_BYTES // x.itemsize)
-    return F.pad(x, (0, missing)) if missing else x.contiguous()
+    if missing:
+        return F.pad(x, (0, missing))
+    x = x.contiguous()
+    if is_compiling() or x.data_ptr() % VECTOR_BYTES == 0:  # compiled code aligns its inputs
+        return x
+    return x.clone()
 
 
 def _without_autocast(x: Tensor) -> contextlib.AbstractContextManager[object]:

@@ -21,7 +21,7 @@ from ..ops.norm.reference import NormKind
 from ..ops.runtime.specialize import must_dispatch
 from ..recipe import DEFAULT_RECIPE, Recipe, is_recipe
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
-from .backward import FP8Function, Gradients, run_backward
+from .backward import FP8Function, Gradients, given_out, run_backward
 
 
 def quantize(x: Tensor, recipe: Recipe | None = None) -> BlockwiseFP8Tensor:
@@ -83,7 +83,7 @@ def normed(x: Tensor, weight: Tensor, eps: float, kind: NormKind) -> Tensor:
             write it; "gemma": ``(x / rms * (1 + weight))`` in fp32, then rounded.
     """
     made: Tensor = _RMSNorm.apply(x, weight, eps, kind)
-    return made
+    return given_out(made, made.shape)
 
 
 class _RMSNorm(FP8Function):

@@ -28,7 +28,7 @@ class GatheredCast(NamedTuple):
     """The generation of a gathered weight in one forward."""
 
     generation: Generation
-    of: object
+    version: int
 
 
 class SavedWeight:
@@ -76,12 +76,7 @@ class SavedWeight:
     def _columnwise(self, saved: Sequence[Tensor]) -> Quantized:
         cast, (w, *_), format = self.cast, saved, self.plan.weight_format
         if isinstance(cast, GatheredCast):
-            if cast.generation.of != cast.of:
-                raise RuntimeError(
-                    "an FP8 weight that FSDP2 gathers was changed or moved on this rank between a "
-                    "forward and its backward, which gathers it again: run backward before, or "
-                    "forward again after"
-                )
+            cast.generation.read(since=cast.version)
             cast = None
         if self.names:
             named = dict(zip(self.names, saved, strict=True))
@@ -117,7 +112,7 @@ def read_weight(w: Tensor, plan: Plan) -> WeightRead:
         # Dynamo may take a method of a tensor for an op, which returns tensors alone
         w_row = w.operand.need_rowwise() if plan.tracing else w.rowwise()
         if w.generation is not None and not plan.tracing:
-            read.cast = _gathered_cast(w.generation)
+            read.cast = GatheredCast(w.generation, w.generation.read())
         if not needs_dx:
             return w_row, (), read
         if plan.tracing:
@@ -143,21 +138,6 @@ def hold_cast(
     read.cast, waiting = cache.begin_cast()
     waiting.operand = Operand(None, columnwise)
     return (w,), read
-
-
-def _gathered_cast(generation: Generation) -> GatheredCast:
-    """Return what backward compares of a gathered weight that this forward reads.
-
-    Raises:
-        RuntimeError: a backward that raised has left it gathered with the scales of other values.
-    """
-    if generation.is_stale:
-        raise RuntimeError(
-            "an FP8 weight that FSDP2 gathers was changed between a forward and a backward, which "
-            "raised and left it gathered: call reset_iter_state() (torch 2.13) and reshard() of "
-            "the FSDP modules before the next forward"
-        )
-    return GatheredCast(generation, generation.of)
 
 
 def operand_of_weight(w: Tensor, format: BlockFormat) -> Operand:

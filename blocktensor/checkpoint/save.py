@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
+from ..conversion.kept import warn_of_lost_changes
 from ..sharding.ranks import Ranks
 from ..tensor.base import TORCH_FUNCTIONS, implements
 from .described import Described, readable
@@ -46,6 +47,9 @@ def save_fp8(
     dequantizes, on CPUs and older GPUs). A warning names them, and ``config.json`` lists their
     modules. For other sizes that are no whole blocks it raises where it dequantizes:
     :func:`load_fp8` and ``.dequantize()`` do not.
+
+    After ``unfreeze``, changes of less than half an FP8 step round back; a warning says how much is
+    kept. ``freeze(model, rounding="stochastic")`` keeps them on average.
 
     Nothing of it counts before all is written and on the disk: a killed process leaves the previous
     checkpoint or the new one. ``overwrite`` replaces the index, the config and the files that the
@@ -90,6 +94,7 @@ def save_fp8(
     if max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes={max_shard_bytes}: expected at least 1")
     found = exported(model, "save_fp8", separate_experts)
+    warn_of_lost_changes(model, "save_fp8")
     ranks, folder = Ranks.of(found.tensors.values()), Path(os.path.realpath(path))
     described = Described(found, ())
     if not all_in_fp8:

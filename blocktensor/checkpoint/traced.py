@@ -117,7 +117,7 @@ def _traced_in(values: Iterable[Any]) -> Iterator[TracedTensor]:
 
 
 def _described(x: Any) -> Any:
-    """Return an argument of an op with layouts in place of tensors, and tuples in place of lists."""
+    """Return an argument of an op: layouts in place of tensors, tuples in place of lists."""
     if isinstance(x, Tensor):
         return _Layout.of(x)
     return tuple(map(_described, x)) if type(x) in (list, tuple) else x

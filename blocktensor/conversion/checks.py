@@ -95,7 +95,7 @@ def _castable_again(fp8: Any, what: str, recipe: Recipe | None) -> None:
     reason, remedy = "is sharded in FP8", "convert before fully_shard"
     if isinstance(fp8, BlockwiseFP8Tensor):
         reason = "is frozen in FP8, without its high-precision values"
-        remedy = "convert the original weights"
+        remedy = "convert the original weights, or unfreeze(model) first, to cast the FP8 values"
     raise ValueError(
         f"{what} {reason}: it was cast with {old} and cannot be cast with {new}; {remedy}, or "
         f"call without a recipe, which leaves alone what is FP8 already"

@@ -9,14 +9,18 @@
 
 from __future__ import annotations
 
-import warnings
-from collections import Counter
 from collections.abc import Sequence
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ..model.names import Experts, is_module, named_experts, weights_to_skip, with_all_above
+from ..model.names import (
+    Experts,
+    is_module,
+    named_experts,
+    weights_to_skip,
+    with_all_above,
+)
 from ..model.weights import (
     Matrix,
     fp8_form,
@@ -37,10 +41,11 @@ from ..tensor.compat.swap_in import swap_in
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from .checks import castable, not_fake
 from .fast_path import described, gpu_of, warn_if_missing
-from .plan import NO_FAST_PATH, Choices, Filter, decide, heads_of, is_to_be_cast
+from .plan import Choices, Filter, decide, heads_of, is_to_be_cast
 from .pretrained_models import follow_pretrained_models
 from .report import ConversionReport, Entry, MinSizes
 from .state_dict import register_state_hooks
+from .warn import warn_of_container, warn_of_nothing, warn_of_stacks
 
 
 def to_blockwise_fp8_weights(module: nn.Module, recipe: Recipe | None = None) -> None:
@@ -65,6 +70,9 @@ def to_blockwise_fp8_weights(module: nn.Module, recipe: Recipe | None = None) ->
             stay as they are. A recipe that is given is also taken by a trainable weight that is FP8
             already.
 
+    Warns:
+        UserWarning: the module has no such weight, but modules below it have, none in FP8.
+
     Raises:
         NotImplementedError: the weight is a linear's that another tensor parallel style has cut, a
             stack that is cut inside 128x128 blocks, or a frozen DTensor of FSDP2 or of a parallel
@@ -78,6 +86,7 @@ def to_blockwise_fp8_weights(module: nn.Module, recipe: Recipe | None = None) ->
     is_recipe(recipe)
     keys = weights_of(module)
     if not keys:
+        warn_of_container(module)
         return
     not_fake(module.parameters(recurse=False))
     chosen = [
@@ -147,7 +156,9 @@ def convert(
             ``stacks`` that name no module, or no stack.
 
     Warns:
-        UserWarning: no weight of the model is in FP8 afterwards; a Hopper GPU lacks the fast path.
+        UserWarning: no weight of the model is in FP8 afterwards; without a ``filter``, a parameter
+            is as large as stacks of experts are, and neither ``stacks`` nor ``skip`` names it; a
+            Hopper GPU lacks the fast path.
     """
     is_module(model, "convert")
     is_recipe(recipe)
@@ -187,7 +198,9 @@ def convert(
         for matrix in matrices:
             _register_hooks(matrix.module)
     if not report.converted:
-        _warn_of_nothing(model, report)
+        warn_of_nothing(model, matrices, report)
+    elif filter is None:
+        warn_of_stacks(model, matrices, skipped)
     return report
 
 
@@ -259,22 +272,6 @@ def _why_parallel(module: nn.Module, weight: Tensor) -> str:
     small = MinSizes().undercut(*sizes_of(module, "weight", local))
     slow = f", small for its speed: {' and '.join(small)}" if small else ""
     return f"{kind}, tensor parallel: {held} a rank{slow}"
-
-
-def _warn_of_nothing(model: nn.Module, report: ConversionReport) -> None:
-    kinds = Counter(entry.reason.partition(":")[0] for entry in report.entries)
-    counts = ", ".join(f"{kind} ({count})" for kind, count in kinds.items()) or "none"
-    if "small" in kinds or NO_FAST_PATH in kinds:
-        remedy = "skip_small=False converts small weights too"
-    elif not any(weights_of(module) for module in model.modules()):
-        remedy = "it has no nn.Linear, no Conv1D and no experts that convert knows"
-    else:
-        remedy = "print the report for the reasons"
-    warnings.warn(
-        f"no weight of this {type(model).__name__} is in FP8: {remedy}. Matrices left alone: "
-        f"{counts}",
-        stacklevel=3,
-    )
 
 
 def _bytes_of(weight: Tensor, recipe: Recipe | None) -> int:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import warnings
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor, nn
@@ -16,14 +19,27 @@ from ..tensor.compat.swap_in import swap_in
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
 from .checks import swappable
+from .kept import Kept, forget, origin_of, remember, round_at_random_
 from .state_dict import register_state_hooks
 
+Rounding: TypeAlias = Literal["nearest", "stochastic"]
 
-def freeze(model: nn.Module) -> list[str]:
+
+def freeze(model: nn.Module, *, rounding: Rounding = "nearest", seed: int = 0) -> list[str]:
     """Drop the high-precision masters of a model's FP8 weights: 1 byte a weight, no gradient.
 
-    Forward and dgrad keep their bits, since they read the same cast. Other parameters do not
-    change: ``model.requires_grad_(False)`` freezes them.
+    By default forward and dgrad keep their bits, since they read the same cast. After
+    :func:`unfreeze` masters lie on the grid of FP8, and changes of less than half a step, those of
+    a merged adapter for example, round back. A warning says how much is kept. Other parameters do
+    not change: ``model.requires_grad_(False)`` freezes them.
+
+    Args:
+        model: any module, with converted weights.
+        rounding: ``"stochastic"`` rounds each value up or down at random, with the master as the
+            expected value: it keeps small changes on average, and adds noise of less than a step.
+            Blocks that have not changed since :func:`unfreeze` keep their bytes. For weights that
+            were trained in high precision ``"nearest"`` is closer.
+        seed: of the random numbers. The same seed gives the same bytes on the same kind of device.
 
     Returns:
         The names of the linears, and of the stacks of experts, that were frozen.
@@ -32,16 +48,49 @@ def freeze(model: nn.Module) -> list[str]:
         ValueError: another module of the model, an embedding say, holds the weight too.
         NotImplementedError: FSDP2 has sharded a weight; freeze the model before ``fully_shard``.
         RuntimeError: an autograd graph or a wrapper such as DDP uses a weight.
+        ValueError, TypeError: another ``rounding``, or a seed that is no integer.
 
     Warns:
-        UserWarning: the model has no FP8 weight.
+        UserWarning: the model has no FP8 weight, or FP8 loses most of a change.
     """
     is_module(model, "freeze")
-    return _swap_all(model, "freeze")
+    if rounding not in get_args(Rounding):
+        raise ValueError(f"rounding={rounding!r}: expected one of {', '.join(get_args(Rounding))}")
+    if type(seed) is not int:
+        raise TypeError(f"seed={seed!r} is a {type(seed).__name__}: expected an int")
+    kept, numbers = Kept(), itertools.count()
+
+    def frozen(weight: Matrix, held: Any) -> Tensor | None:
+        if not isinstance(held, BlockwiseFP8Weight) or held.is_meta:
+            return None
+        master, origin = held.master, origin_of(weight.parameter)
+        made = frozen_form(weight.module, weight.key, master, held.recipe)
+        if rounding == "stochastic":
+            round_at_random_(made, master, origin, _generator(master.device, seed, next(numbers)))
+        else:  # at random everything is kept on average
+            kept.add(origin, master, made)
+        return made
+
+    names = _swap_all(model, "freeze", frozen)
+    kept.warn("freeze", stacklevel=3)
+    return names
+
+
+def _generator(device: torch.device, seed: int, number: int) -> torch.Generator:
+    """Return a source of noise for one weight.
+
+    Its seed is none that models are initialized with: noise from the same random numbers as the
+    values would be correlated with them.
+    """
+    digest = hashlib.sha256(f"stochastic rounding {seed} {number}".encode()).digest()
+    return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
 def unfreeze(model: nn.Module) -> list[str]:
     """Make a model's frozen FP8 weights trainable, with masters of their present values.
+
+    Each weight remembers its scales and a sample of its values (32 KiB and 0.03% of its bytes), by
+    which :func:`freeze` and ``save_fp8`` tell how much of a later change FP8 keeps.
 
     The first cast of a new master may differ from the frozen bytes by a rounding: a block's amax,
     rounded to the weight's dtype, gives a new scale.
@@ -65,10 +114,25 @@ def unfreeze(model: nn.Module) -> list[str]:
         UserWarning: the model has no FP8 weight.
     """
     is_module(model, "unfreeze")
-    return _swap_all(model, "unfreeze")
+
+    def trainable(weight: Matrix, held: Any) -> Tensor | None:
+        if not isinstance(held, BlockwiseFP8Tensor):
+            return None
+        made = BlockwiseFP8Weight(held.dequantize().contiguous(), held.recipe)
+        remember(weight.parameter, held, made.master)
+        return made
+
+    return _swap_all(model, "unfreeze", trainable)
 
 
-def _swap_all(model: nn.Module, action: str) -> list[str]:
+Swapped = Callable[[Matrix, Any], Tensor | None]
+"""Returns the other kind of an FP8 weight; None if it is of that kind already.
+
+It gets the matrix, and the FP8 weight, which is the local part of a DTensor.
+"""
+
+
+def _swap_all(model: nn.Module, action: str, swapped: Swapped) -> list[str]:
     trains = action == "unfreeze"
     weights = [
         Matrix(name, key, module)
@@ -93,10 +157,15 @@ def _swap_all(model: nn.Module, action: str) -> list[str]:
     done: set[int] = set()  # tied weights are swapped once and listed under each name
     for weight in weights:
         old: Any = weight.parameter
-        if id(old) not in done and (new := _swapped(weight, trains)) is not None:
+        held = fp8_part(old)
+        if id(old) not in done and (new := swapped(weight, held)) is not None:
+            new = new if held is old else with_local(old, new)
+            del held  # references to it are counted
             old.grad = None
             swap_in(old, new)
             old.requires_grad_(trains)
+            if not trains:
+                forget(old)
             done.add(id(old))
         if id(old) in done:
             names.append(weight.label)
@@ -125,17 +194,3 @@ def _check(weight: Matrix, action: str, other: str | None) -> None:
             f"the weight of {weight.label!r} cannot be frozen, because another module reads its "
             f"values too ({other}): give the linear a copy of its own, or leave it trainable"
         )
-
-
-def _swapped(weight: Matrix, trains: bool) -> Tensor | None:
-    """Return the other kind of an FP8 weight; None if it is of that kind already."""
-    held = fp8_part(weight.parameter)
-    new: Tensor
-    if trains and isinstance(held, BlockwiseFP8Tensor):
-        new = BlockwiseFP8Weight(held.dequantize().contiguous(), held.recipe)
-    elif not trains and isinstance(held, BlockwiseFP8Weight) and not held.is_meta:
-        new = frozen_form(weight.module, weight.key, held.master, held.recipe)
-    else:
-        return None
-    made: Tensor = new if held is weight.parameter else with_local(weight.parameter, new)
-    return made

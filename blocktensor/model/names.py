@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import fnmatch
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
-from .weights import Named, label_of, weights_of, why_not_a_stack, why_unconvertible
+from .. import text_table
+from .weights import (
+    Matrix,
+    Named,
+    label_of,
+    matrices_of,
+    weights_of,
+    why_not_a_stack,
+    why_unconvertible,
+)
 
 Weight = tuple[nn.Module, str]
 """A parameter: its module, and its name there."""
@@ -35,6 +43,36 @@ def _ends(names: Iterable[str]) -> str:
     return ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in names)) or "none"
 
 
+def check_patterns(patterns: Sequence[str], argument: str, example: str) -> tuple[str, ...]:
+    """Return the patterns of module names that a caller gave.
+
+    Raises:
+        TypeError: they are no sequence of str. The message has the name of the ``argument``, and
+            an ``example`` of a pattern.
+    """
+    given: Any = patterns
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        example = given if isinstance(given, str) else example
+        raise TypeError(
+            f"{argument}={given!r} is a {type(given).__name__}: expected a list of patterns, e.g. "
+            f"[{example!r}]"
+        )
+    patterns = tuple(given)
+    for pattern in patterns:
+        if not isinstance(pattern, str):
+            raise TypeError(
+                f"{argument} holds {pattern!r}, a {type(pattern).__name__}: expected patterns of "
+                f"module names, e.g. [{example!r}]"
+            )
+    return patterns
+
+
+def matching(name: str, patterns: Iterable[str]) -> bool:
+    """Return True if a shell-style pattern matches ``name``, or the name of a module above it."""
+    names = with_all_above(name)
+    return any(fnmatch.fnmatchcase(above, pattern) for pattern in patterns for above in names)
+
+
 def weights_to_skip(
     model: nn.Module, patterns: Sequence[str], named: Named | None = None
 ) -> dict[Weight, str]:
@@ -47,20 +85,7 @@ def weights_to_skip(
         TypeError: patterns that are not a sequence of str.
         ValueError: a pattern that names no weight that could be converted.
     """
-    given: Any = patterns
-    if isinstance(given, str) or not isinstance(given, Iterable):
-        example = given if isinstance(given, str) else "*.router"
-        raise TypeError(
-            f"skip={given!r} is a {type(given).__name__}: expected a list of patterns, e.g. "
-            f"[{example!r}]"
-        )
-    patterns = tuple(given)
-    for pattern in patterns:
-        if not isinstance(pattern, str):
-            raise TypeError(
-                f"skip holds {pattern!r}, a {type(pattern).__name__}: expected patterns of module "
-                f"names, e.g. ['*.router']"
-            )
+    patterns = check_patterns(patterns, "skip", "*.router")
     modules = dict(model.named_modules(remove_duplicate=False)) if patterns else {}
     weights = {
         label_of(name, key): (module, key)
@@ -68,10 +93,12 @@ def weights_to_skip(
         for key in weights_of(module, named)
         if why_unconvertible(module, key) is None
     }
+    # what convert would warn of
+    matrices = matrices_of(model, named or {}) if patterns else []
+    unknown = {x.label: (x.module, x.key) for x in matrices if x.is_unknown_stack}
     skipped: dict[Weight, str] = {}
     for pattern in patterns:
-        matches = re.compile(fnmatch.translate(pattern)).match
-        found = [w for name, w in weights.items() if any(map(matches, with_all_above(name)))]
+        found = [w for name, w in {**unknown, **weights}.items() if matching(name, [pattern])]
         if not found:
             raise ValueError(
                 f"skip pattern {pattern!r} matches no weight of this {type(model).__name__} that "
@@ -132,3 +159,23 @@ def _check_stack(module_name: str, module: nn.Module, name: str) -> None:
     reason = why_not_a_stack(parameter)
     if reason is not None:
         raise ValueError(f"{what}, {reason}: expected a parameter [E, N, K] or [E, K, N]")
+
+
+def stacks_like(
+    matrix: Matrix, matrices: Iterable[Matrix], model: nn.Module
+) -> dict[str, list[str]]:
+    """Return ``stacks`` of ``convert`` that names an unknown stack, and those named like it.
+
+    ``matrices``: all of the model.
+    """
+    alike = text_table.pattern(matrix.name)
+    keys: dict[str, list[str]] = {}
+    for x in matrices:
+        if x.is_unknown_stack and text_table.pattern(x.name) == alike:
+            keys.setdefault(x.name, []).append(x.key)
+    names = [name for name, _ in model.named_modules(remove_duplicate=False)]
+    # the * of a pattern matches dots too: it must match no module below
+    is_exact = set(fnmatch.filter(names, alike)) == keys.keys()
+    if is_exact and len(set(map(tuple, keys.values()))) == 1:
+        return {alike: keys[matrix.name]}
+    return keys

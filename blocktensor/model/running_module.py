@@ -27,6 +27,11 @@ _engine: Any = torch._C
 _saved_tensor_hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks
 
 
+def without_wrappers(text: str) -> str:
+    """Return names of modules or parameters, or a text with such names, without wrappers."""
+    return _WRAPPERS.sub("", text)
+
+
 class Place(NamedTuple):
     """Where an op runs.
 
@@ -78,8 +83,9 @@ class ModuleTracker:
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = {
-            module: _WRAPPERS.sub("", name).rstrip(".") for name, module in model.named_modules()
+            module: without_wrappers(name).rstrip(".") for name, module in model.named_modules()
         }
+        self._named = {name or MODEL: module for module, name in self._modules.items()}
         self._running: list[tuple[str, int]] = []  # with the backward pass that runs it, or -1
         self._module_of: dict[int, str] = {}  # by the number of a node
         self._undo = ExitStack()
@@ -104,6 +110,10 @@ class ModuleTracker:
     def name_of(self, module: nn.Module) -> str:
         """Return the name of a module, without those of wrappers."""
         return self._modules.get(module) or MODEL
+
+    def module_of(self, name: str) -> nn.Module | None:
+        """Return the module of a name that :meth:`place` has given."""
+        return self._named.get(name)
 
     def _begin(self, module: nn.Module, args: Any) -> None:
         if threading.get_ident() == self._thread:

@@ -142,6 +142,8 @@ def fp8_weights(module: nn.Module) -> list[str]:
 
 def is_read(module: nn.Module, key: str, fp8: Tensor) -> bool:
     """Return True if products of a module read a parameter that is FP8, or is to be."""
+    if casts_itself(module) is not None:
+        return False
     return key == "weight" if is_linear(module) else fp8.ndim == 3
 
 
@@ -149,13 +151,23 @@ _CAST_THEMSELVES = {"torchao", "transformer_engine"}
 """Libraries whose linears compute with casts of their own."""
 
 
+def casts_itself(module: nn.Module) -> str | None:
+    """Return what a module of another library is that computes with casts of its own, or None.
+
+    Such libraries may put their class in the place of a linear's that holds an FP8 weight.
+    """
+    for kind in type(module).__mro__:
+        if kind.__module__.partition(".")[0] in _CAST_THEMSELVES:
+            return f"a {kind.__name__} of {kind.__module__}, which casts its weight itself"
+    return None
+
+
 def why_unconvertible(module: nn.Module, key: str) -> str | None:
     """Return why one of :func:`weights_of` cannot be converted where it is; None if it can."""
     if isinstance(module, NonDynamicallyQuantizableLinear):
         return "nn.MultiheadAttention multiplies by it without calling it"
-    for kind in type(module).__mro__:
-        if kind.__module__.partition(".")[0] in _CAST_THEMSELVES:
-            return f"a {kind.__name__} of {kind.__module__}, which casts its weight itself"
+    if (other := casts_itself(module)) is not None:
+        return other
     weight: Any = module._parameters.get(key)
     if weight is None:
         return "its weight is computed (parametrized), not a parameter"
@@ -273,10 +285,18 @@ class Matrix:
         return parameter
 
     @property
+    def is_unknown_stack(self) -> bool:
+        """True for a parameter that may be a stack of experts: ``stacks`` would name it."""
+        return (self.unconvertible or "").startswith(UNKNOWN_STACK)
+
+    @property
     def label(self) -> str:
         """The parameter's name; without ``.weight``, which leaves the module's."""
         return label_of(self.name, self.key)
 
+
+UNKNOWN_STACK = "stack of matrices"
+"""Begins the reason of a parameter that may be a stack of experts, but that nothing says to be."""
 
 _OTHERS = (
     ((nn.Embedding, nn.EmbeddingBag), "embedding"),
@@ -315,7 +335,7 @@ def _why_left_alone(module: nn.Module, key: str, parameter: Tensor, named: Named
     if parameter.ndim > 3 and in_experts:
         return why_not_a_stack(parameter)
     if parameter.ndim == 3 and len(parameter) > 1:
-        return f"stack of matrices: in {kind_of(module)}; stacks={{...}} would name it"
+        return f"{UNKNOWN_STACK}: in {kind_of(module)}; stacks={{...}} would name it"
     if in_experts and "bias" in key:
         return "bias of experts"
     return f"not the weight of a linear: in {kind_of(module)}"

@@ -198,7 +198,10 @@ def bad_scale(scale: Tensor, format: BlockFormat) -> str | None:
     expected = "a finite number above 0"
     if format.power_of_two and fits.all():
         fits = frexp(scale).mantissa == 0.5
-        expected = "a power of two, as Recipe(scale='power_of_two') has them"
+        expected = (
+            "a power of two, as Recipe(scale='power_of_two') has them; with Recipe() any scale is "
+            "read, and unfreeze, convert(model, Recipe(scale='power_of_two')), freeze round again"
+        )
     if fits.all():
         return None
     block = (~fits).nonzero()[0].tolist()

@@ -24,12 +24,12 @@ from torch.utils.flop_counter import register_flop_formula
 
 from .formats import BlockFormat, Quantized, named
 from .registry import Backend
-from .runtime.specialize import KeyOf, Specialized, key_of, recorded
+from .runtime.specialize import Specialized, recorded
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-OPS: dict[str, Specialized[Any]] = {}
+OPS: dict[str, Specialized] = {}
 """The decisions of every declared op, by its name."""
 
 
@@ -39,7 +39,6 @@ def op(
     check: Callable[..., object] | None = None,
     decide: Callable[..., Callable[..., Any]] | None = None,
     formats: Callable[..., Any] | None = None,
-    key: KeyOf = key_of,
     flops: Callable[..., int] | None = None,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Register an op and return the function that runs it.
@@ -52,7 +51,6 @@ def op(
         decide: instead of ``backend``, returns the function that runs calls of this kind.
         formats: returns the formats of the result, nested as it is; by default, the i-th result
             has the i-th format among the arguments, or the last.
-        key: see :class:`~.runtime.specialize.Specialized`.
         flops: returns the FLOPs; tensors are shapes.
     """
 
@@ -83,7 +81,7 @@ def op(
         def compute(*flat: Any) -> Any:
             return schema.tensors(table.run(*schema.arguments(*flat)))
 
-        OPS[name] = table = Specialized(checked, dispatch, key)
+        OPS[name] = table = Specialized(checked, dispatch)
         registered = torch.library.custom_op(
             f"blocktensor::{name}", compute, mutates_args=(), schema=schema.text
         )
@@ -133,12 +131,12 @@ def runner(backend: Backend[Any], name: str) -> Callable[..., Any]:
 
 def unregistered(
     reference: Callable[..., Any], backend: Callable[..., Backend[Any]]
-) -> Specialized[Callable[..., Any]]:
+) -> Specialized:
     """Return a reference, run by its backend; compilers see the ops of the reference itself."""
     return Specialized(lambda *args: runner(backend(*args), reference.__name__), reference)
 
 
-def _called(fake: Callable[P, R], table: Specialized[Any]) -> Callable[P, R]:
+def _called(fake: Callable[P, R], table: Specialized) -> Callable[P, R]:
     """Return a function with the signature of ``fake`` that calls ``table``.
 
     It is compiled from text, so that Python itself adds defaults and takes keywords: eager calls

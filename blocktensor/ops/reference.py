@@ -100,6 +100,48 @@ def quantize_both(
     return quantize_rowwise(x, format), quantize_columnwise(x, columnwise_format or format)
 
 
+def quantize_stochastically(
+    x: Tensor, format: BlockFormat, generator: torch.Generator, scale: Tensor | None = None
+) -> Quantized:
+    """Cast ``x[..., R, C]`` rowwise, rounding up or down at random: the expected value is x.
+
+    A value between two numbers of the format becomes the upper one with a probability in proportion
+    to its distance from the lower one. What is a number of the format, rounded to the dtype of x,
+    stays that number.
+
+    Args:
+        generator: of the device of x.
+        scale: of an earlier cast, fp32, a number for each block. A block keeps it while its amax is
+            at most 2^-8 above what it covers, and at least half of that.
+    """
+    blocks = _in_blocks(x, format)
+    own = scale_from_amax(_amax(blocks), format)
+    if scale is not None:
+        fits = (own <= scale * (1 + 2**-8)) & (own >= scale / 2)
+        own = torch.where(fits, scale, own)
+    wide = own[..., :, None, :, None]
+    nearest = to_data(blocks / wide, format)
+    rounded = round_stochastically(blocks / wide, format, generator)
+    is_number = (nearest.float() * wide).to(x.dtype) == blocks.to(x.dtype)
+    data = torch.where(is_number, nearest.float(), rounded.float()).to(format.dtype)
+    data = data.flatten(-2).flatten(-3, -2)[..., : x.shape[-2], : x.shape[-1]]
+    return _filled(empty_quantized(x.shape, format, x.device), data, own)
+
+
+def round_stochastically(x: Tensor, format: BlockFormat, generator: torch.Generator) -> Tensor:
+    """Round fp32 to data at random, saturating; the expected value of the result is x."""
+    info = torch.finfo(format.dtype)
+    x = x.nan_to_num(nan=float("nan"), posinf=info.max, neginf=-info.max)
+    x = x.clamp(-info.max, info.max)
+    exponent = (x.abs().view(torch.int32) >> 23) - 127
+    exponent = exponent.clamp_min(int(math.log2(info.smallest_normal)))
+    step = ((exponent + int(math.log2(info.eps)) + 127) << 23).view(torch.float32)
+    below = (x / step).floor()
+    noise = torch.rand(x.shape, generator=generator, device=x.device)
+    rounded = (below + (noise < x / step - below)) * step
+    return rounded.copysign(x).to(format.dtype)  # zeros keep the sign
+
+
 def transpose(x: Quantized) -> Quantized:
     """Transpose a cast in square blocks: bytes ``[..., N, K]`` to ``[..., K, N]``."""
     made = empty_quantized(x.data.mT.shape, x.format, x.data.device)
@@ -262,18 +304,25 @@ def shard_amax(x: Tensor, format: BlockFormat, row: int, col: int) -> Tensor:
     return _amax(_in_blocks(x, format, row, col))
 
 
-def quantize_shard(x: Tensor, amax: Tensor, format: BlockFormat, row: int, col: int) -> Tensor:
+def quantize_shard(
+    x: Tensor, amax: Tensor, format: BlockFormat, row: int, col: int, own: Tensor | None = None
+) -> Tensor:
     """Cast a part of a matrix as the whole matrix would be, given the ``amax`` of whole blocks.
 
     Args:
         x, row, col: as in :func:`shard_amax`.
         amax: of the blocks that ``x`` lies in, over all parts; the shape that shard_amax gives.
         format: of the cast.
+        own: what :func:`shard_amax` gave of this part for ``amax``, if ``x`` may have changed
+            since.
 
     Returns:
-        Data ``[..., R, C]``: the bytes that :func:`quantize_rowwise` of the whole gives there.
+        Data ``[..., R, C]``: the bytes that :func:`quantize_rowwise` of the whole gives there. NaN
+        in blocks whose amax in ``x`` is not ``own``: the whole has another scale there.
     """
     blocks = _in_blocks(x, format, row, col)
+    if own is not None:
+        amax = torch.where(_amax(blocks) == own, amax, torch.full_like(amax, float("nan")))
     data = _cast(blocks, scale_from_amax(amax, format), format, x, row, col)
     return data.clone(memory_format=torch.contiguous_format)
 

@@ -3,8 +3,8 @@
 ``matmul(a, b)`` is ``linear(a, b.t())``, and ``a @ stack`` is ``grouped_linear(a, stack.mT,
 offs)``, since the transpose of an FP8 operand is a relabelling. A batched matmul has groups of one
 size. ``out=``, ``out_dtype=`` and matmuls that are added in place come down to the one that returns
-a new tensor. Functions without an FP8 path are refused. A matmul of a weight and itself without
-gradients, as optimizers compute it, runs in high precision.
+a new tensor. Functions without an FP8 path are refused. Arithmetic on the values of weights, as
+optimizers and merges of adapters compute it, runs in high precision (``tensor/arithmetic.py``).
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..autograd.linear import grouped_linear, is_weight_by_itself, linear, linear_override, readable
+from ..autograd.linear import grouped_linear, linear, linear_override
 from ..ops import checks
-from ..tensor.base import FP8Base
+from ..tensor.arithmetic import is_arithmetic
+from ..tensor.base import FP8Base, readable
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
 
@@ -28,18 +29,14 @@ def _named(names: str) -> list[Any]:
     return [getattr(x, name) for x in (torch, Tensor) for name in names.split() if hasattr(x, name)]
 
 
-_IN_PLACE = {Tensor.addmm_: torch.addmm, Tensor.baddbmm_: torch.baddbmm}
+_IN_PLACE = {
+    getattr(Tensor, f"{name}_"): getattr(torch, name)
+    for name in ("addmm", "baddbmm", "addbmm", "addmv")
+}
 """Products that are added in place, and those that return the sum."""
 
-_ADDING = {*_IN_PLACE, *_named("addmm baddbmm addbmm addr addbmm_ addr_")}
+_ADDING = {*_IN_PLACE, *_named("addmm baddbmm addbmm addmv addr")}
 """Products that are added to their first argument."""
-
-_OWN = {
-    *_ADDING,
-    *_named("mm mv matmul bmm inner einsum tensordot chain_matmul __matmul__ __rmatmul__"),
-    *(torch.linalg.matmul, torch.linalg.multi_dot),
-}
-"""Products that an optimizer may compute of a weight and itself."""
 
 
 def in_all_forms(func: Any, override: Callable[..., Any]) -> Callable[..., Any]:
@@ -49,32 +46,33 @@ def in_all_forms(func: Any, override: Callable[..., Any]) -> Callable[..., Any]:
         func: a torch function.
         override: takes its arguments but ``out`` and ``out_dtype``, and returns a new tensor.
     """
-    is_adding, may_be_own = func in _ADDING, func in _OWN
+    is_adding, in_place_of = func in _ADDING, _IN_PLACE.get(func)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if kwargs and kwargs.get("out") is not None:
             return _into(func, args, **kwargs)
         if kwargs and kwargs.get("out_dtype") is not None:
             return _in_dtype(func, args, **kwargs)
-        if is_adding or (may_be_own and not torch.is_grad_enabled()):
-            factors = _factors(is_adding, args, kwargs)
-            if is_weight_by_itself(factors):
-                args, kwargs = torch.utils._pytree.tree_map(readable, (args, kwargs))
+        factors = _factors(is_adding, args, kwargs)
+        if is_arithmetic(factors):
+            masters, named = torch.utils._pytree.tree_map(readable, (args, kwargs))
+            if in_place_of is not None:  # what is written to may be a weight
+                return args[0].copy_(in_place_of(*masters, **named))
+            return func(*masters, **named)
+        if is_adding and not any(isinstance(x, FP8Base) for x in factors):  # added to a weight
+            with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-            if is_adding and not factors:  # it is added to a weight
-                with torch._C.DisableTorchFunctionSubclass():
-                    return func(*args, **kwargs)
         return override(*args, **kwargs)
 
     return run
 
 
-def _factors(is_adding: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[FP8Base]:
-    """Return the FP8 factors of a product, without the term it is added to (a LoRA's base)."""
+def _factors(is_adding: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Return the factors of a product, without the term it is added to (a LoRA's base)."""
     if is_adding:
         args, kwargs = args[1:], {name: x for name, x in kwargs.items() if name != "input"}
     lists = [x if isinstance(x, (list, tuple)) else (x,) for x in (*args, *kwargs.values())]
-    return [x for operands in lists for x in operands if isinstance(x, FP8Base)]
+    return [x for operands in lists for x in operands if isinstance(x, Tensor)]
 
 
 def _into(func: Any, args: tuple[Any, ...], *, out: Tensor, **kwargs: Any) -> Tensor:
@@ -262,12 +260,13 @@ def _no_fp8_path(name: str) -> Callable[..., Any]:
 
 
 _PRODUCTS_WITHOUT_FP8 = {
-    torch: "einsum tensordot inner addbmm addmv dot vdot chain_matmul bilinear "
-    "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d cdist cov corrcoef",
+    torch: "einsum tensordot inner addbmm addmv dot vdot chain_matmul bilinear matrix_power "
+    "svd_lowrank pca_lowrank cdist cov corrcoef conv1d conv2d conv3d conv_transpose1d "
+    "conv_transpose2d conv_transpose3d",
     F: "bilinear conv1d conv2d conv3d multi_head_attention_forward scaled_dot_product_attention",
-    torch.linalg: "matmul multi_dot vecdot",
+    torch.linalg: "matmul multi_dot vecdot matrix_power",
     torch.sparse: "mm addmm",
-    Tensor: "inner addbmm addmv dot vdot addmv_ addbmm_",
+    Tensor: "inner addbmm addmv dot vdot matrix_power",
 }
 
 _OVERRIDES: dict[Any, Callable[..., Any]] = {

@@ -6,9 +6,9 @@ Only a dispatch mode sees every matmul. ``ModuleTracker`` tells it the module of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -19,16 +19,24 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..model.names import is_module
-from ..model.running_module import ModuleTracker, Place
-from ..model.weights import is_fully_sharded
+from ..model.running_module import MODEL, ModuleTracker, Place
+from ..model.weights import casts_itself, is_fully_sharded
 from ..ops.checks import HIGH_PRECISION
 from ..sharding.dtensor import fp8_part
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
 from ..tensor.weight_cache import FP8Cache
 from .audit_products import Product, columnwise_data, factors, hides_products, product_of
-from .audit_report import BY_RECIPE, FP8, AuditedProduct, AuditReport
-from .audit_weights import WeightMemory
+from .audit_remedies import remedies
+from .audit_report import (
+    BY_RECIPE,
+    FP8,
+    OUTER_PRODUCT,
+    AuditedProduct,
+    AuditReport,
+    HiddenProducts,
+)
+from .audit_weights import BUFFER, FP8_WEIGHT, Part, WeightMemory
 
 
 def audit(model: nn.Module, /, *args: Any, **kwargs: Any) -> AuditReport:
@@ -39,7 +47,9 @@ def audit(model: nn.Module, /, *args: Any, **kwargs: Any) -> AuditReport:
     loss use :func:`audit_step`.
 
     The report marks a matmul that should have been FP8 and was not: it reads the master of an FP8
-    weight, a view, clone or cast of it, or the dequantized bytes.
+    weight, a view of it, what an op computed from it, or the dequantized bytes. For each other
+    matmul with a weight in high precision it says what would convert the weight. In a test of your
+    model, call :meth:`AuditReport.assert_fp8 <blocktensor.reports.AuditReport.assert_fp8>`.
 
     The run computes the bits that it computes outside of an audit, and the model is left as it was,
     also if the run raises: gradients, FP8 forms, buffers, training mode, torch's random numbers.
@@ -78,7 +88,11 @@ def audit_step(model: nn.Module, step: Callable[[], object]) -> AuditReport:
     tracker, weights = ModuleTracker(model), WeightMemory(model)
     with left_as_it_is(model), tracker, _Products(tracker, weights) as products:
         step()
-    return AuditReport(tuple(products.entries), tuple(products.notes()))
+    return AuditReport(
+        tuple(products.entries_with(remedies(model))),
+        tuple(products.notes()),
+        tuple(products.hidden),
+    )
 
 
 _GATHERS: Any = torch.ops._c10d_functional.all_gather_into_tensor_coalesced.default
@@ -96,7 +110,7 @@ class _Products(TorchDispatchMode):
         self._tracker, self._weights = tracker, weights
         self._recorded_by: dict[int, AuditedProduct] = {}  # an autograd node, by its number
         self._columnwise = WeakTensorKeyDictionary()  # columnwise data of gradients
-        self._hidden: dict[str, None] = {}
+        self.hidden: dict[HiddenProducts, None] = {}
         self._sent: dict[str, None] = {}  # modules whose tokens travel in high precision
 
     def __torch_dispatch__(
@@ -127,17 +141,34 @@ class _Products(TorchDispatchMode):
         elif func is _GATHERS and any(x.dtype in HIGH_PRECISION for x in args[0]):
             self._sent[place.module] = None  # tokens as they came, not bytes
         elif hides_products(func):
-            self._hidden[f"{func} in {place.module}"] = None
-        elif not place.in_backward:
+            self._module_at(place)
+            read = self._weights.read((args, kwargs))
+            weight = "" if read is None or read.kind == BUFFER else read.name
+            self.hidden[HiddenProducts(str(func), place.module, weight)] = None
+        else:
             self._weights.follow(func, (args, kwargs), out)
         return out
 
+    def _module_at(self, place: Place) -> nn.Module | None:
+        """Return the module that runs, and learn where its parameters are now."""
+        module = self._tracker.module_of(place.module)
+        if module is not None:
+            self._weights.enter(module, "" if place.module == MODEL else place.module)
+        return module
+
     def _add(self, product: Product, place: Place, operands: Any) -> None:
         is_fp8, is_attention = product.precision == FP8, product.is_attention
-        reason = "" if is_fp8 else self._weights.misread(operands)
+        read, reason = None, ""
+        if not (is_fp8 or is_attention):
+            module = self._module_at(place)
+            read = self._weights.read(operands)
+            reason = _why_not_fp8(module, read)
+        weight = "" if read is None else read.name
         kind, note = "fprop" if is_fp8 else "forward", ""
         if not place.in_backward:
-            is_attention |= product.is_batched and not self._weights.reads_weight(operands)
+            is_attention |= product.is_batched and read is None and not is_fp8
+            is_outer = product.k == 1 and (read is None or read.kind == BUFFER)
+            note = OUTER_PRODUCT if is_outer and not is_fp8 and not is_attention else ""
         elif is_fp8:
             is_wgrad = product.is_wgrad or operands[0][0] in self._columnwise
             kind = "wgrad" if is_wgrad else "dgrad"
@@ -146,28 +177,49 @@ class _Products(TorchDispatchMode):
             if forward is not None and forward.precision != FP8:
                 # the gradient of the weight does not read the weight
                 reason, is_attention = reason or forward.reason, forward.attention
-            elif forward is not None and not reason:
+                weight, note = weight or forward.weight, forward.note
+            elif forward is not None and not reason and self._weights.reads_high_precision:
                 kind, note = "wgrad", BY_RECIPE  # nothing else in an FP8 linear's backward is
+            elif forward is not None and not reason:
+                reason = "is a gradient of a matmul in FP8"
         entry = AuditedProduct(
             *(place.module, kind, *product[:4], product.precision, product.flops),
             attention=is_attention,
             recomputed=place.recomputed,
             reason=reason,
             note=note,
+            weight=weight,
         )
         if not place.in_backward:
             self._recorded_by.setdefault(place.node, entry)
         self.entries.append(entry)
 
+    def entries_with(self, remedies: Mapping[str, str]) -> Iterator[AuditedProduct]:
+        """Return the entries; those in high precision say why their weight is."""
+        for entry in self.entries:
+            why = "" if entry.reason or entry.note else remedies.get(entry.weight, "")
+            yield replace(entry, remedy=why) if why else entry
+
     def notes(self) -> list[str]:
         """Return a note for each op that runs matmuls without an entry."""
-        notes = [f"may run products that are not shown: {op}" for op in self._hidden]
+        notes = [f"may run products that are not shown: {op}" for op in self.hidden]
         if self._sent:
             notes.append(
                 f"tokens travel in high precision for weight gradients, those of a rank being no "
                 f"whole blocks, or by recipe: {', '.join(self._sent)}"
             )
         return notes
+
+
+def _why_not_fp8(module: nn.Module | None, read: Part | None) -> str:
+    """Return why a matmul in high precision should be in FP8; empty if it should not."""
+    other = None if module is None else casts_itself(module)
+    held = () if module is None or other is None else module.parameters(recurse=False)
+    if any(fp8_part(parameter) is not None for parameter in held):
+        return f"is of {other}: convert with one of the two libraries"
+    if read is not None and read.kind == FP8_WEIGHT:
+        return f"reads {read.what} of {read.name}"
+    return ""
 
 
 def _detached(x: Tensor) -> Tensor:

@@ -1,12 +1,13 @@
-"""Report an audit: every matmul that ran, and the share of each precision."""
+"""Report an audit: every matmul that ran, the share of each precision, and a check for tests."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
+from ..model.names import check_patterns, matching
 from ..text_table import Report, Table, collapse, pattern
 
 FP8 = "FP8"
@@ -14,6 +15,9 @@ FP8 = "FP8"
 
 BY_RECIPE = "in high precision by recipe"
 """The note on weight gradients with ``Recipe(wgrad_input="high_precision")``."""
+
+OUTER_PRODUCT = "outer product"
+"""The note on a matmul of K = 1 that reads no parameter, such as positions by frequencies."""
 
 Name = TypeVar("Name")
 
@@ -34,7 +38,11 @@ class AuditedProduct:
         attention: it is attention, or a batched matmul of two activations.
         recomputed: activation checkpointing ran it again in the backward.
         reason: why it should have been FP8; empty if it is, or if nothing says that it should.
-        note: that ``Recipe(wgrad_input="high_precision")`` asks for this weight gradient; or empty.
+        note: why it is meant to be in high precision: ``Recipe(wgrad_input="high_precision")`` asks
+            for it, or it is an outer product (K = 1) that reads no parameter. Else empty.
+        weight: in high precision, the name of the parameter or buffer that it reads; in the
+            backward, that its forward reads. Empty if it reads none.
+        remedy: why that parameter is not in FP8, and what would convert it; or empty.
     """
 
     module: str
@@ -49,6 +57,25 @@ class AuditedProduct:
     recomputed: bool = False
     reason: str = ""
     note: str = ""
+    weight: str = ""
+    remedy: str = ""
+
+
+class HiddenProducts(NamedTuple):
+    """An op that may run matmuls which an audit cannot see.
+
+    Attributes:
+        op: its name.
+        module: that called it.
+        weight: name of a parameter of two dimensions or more that it reads; or empty.
+    """
+
+    op: str
+    module: str
+    weight: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.op} in {self.module}"
 
 
 @dataclass(frozen=True)
@@ -58,10 +85,12 @@ class AuditReport(Report):
     Attributes:
         entries: every matmul, in the order in which they ran.
         notes: facts that the table does not show, such as ops that hide their matmuls.
+        hidden: these ops.
     """
 
     entries: tuple[AuditedProduct, ...]
     notes: tuple[str, ...] = ()
+    hidden: tuple[HiddenProducts, ...] = ()
 
     @property
     def flops(self) -> int:
@@ -77,6 +106,32 @@ class AuditReport(Report):
     def marked(self) -> tuple[AuditedProduct, ...]:
         """The matmuls that should have been FP8 and were not, each with its reason."""
         return tuple(e for e in self.entries if e.reason)
+
+    def assert_fp8(self, except_for: Sequence[str] = ()) -> None:
+        """Raise unless every matmul with a weight ran in FP8; for tests of a model.
+
+        Attention, batched matmuls of two activations, and what a ``note`` explains may run in high
+        precision.
+
+        Args:
+            except_for: names of modules that may run in high precision with all modules below them,
+                by shell-style patterns as ``skip`` of :func:`blocktensor.convert` takes them, e.g.
+                ``["lm_head", "*.router"]``. ``"(model)"`` is outside of any submodule.
+
+        Raises:
+            AssertionError: a matmul with a weight ran in high precision, an op may hide one, or no
+                matmul ran in FP8. The message names the modules, and what would convert them.
+            TypeError: ``except_for`` is no list of str.
+        """
+        patterns = check_patterns(except_for, "except_for", "lm_head")
+        entries = [e for e in self.entries if _why(e) and not matching(e.module, patterns)]
+        hidden = [x for x in self.hidden if x.weight and not matching(x.module, patterns)]
+        lines = [str(self._in_high_precision(entries))] if entries else []
+        lines += [f"{x}, reads {x.weight}, and may run matmuls that are not shown" for x in hidden]
+        if not any(e.precision == FP8 for e in self.entries):
+            lines.insert(0, f"no matmul ran in {FP8}")
+        if lines:
+            raise AssertionError("\n".join(["matmuls that did not run in FP8:", *lines]))
 
     def by_precision(self) -> dict[str, float]:
         """Return the share of FLOPs of each precision, the largest first; the shares sum to 1."""
@@ -95,7 +150,17 @@ class AuditReport(Report):
         if self.marked:
             share = sum(e.flops for e in self.marked) / max(self.flops, 1)
             parts.append(f"should have been FP8 and was not: {share:.1%} of FLOPs")
+        explained = [e for e in self.entries if e.remedy]
+        if explained:
+            parts += "", self._in_high_precision(explained)
         return [*parts, *self.notes]
+
+    def _in_high_precision(self, entries: Iterable[AuditedProduct]) -> Table:
+        """Return the modules of entries that are not in FP8, with the reasons."""
+        groups = self._shares(((e.module, _why(e)), e.flops) for e in entries)
+        rows = collapse(((*group, share) for group, share in groups.items()), add=2, across=True)
+        header = "in high precision", "FLOPs", "why"
+        return Table(header, [(name, f"{share:.1%}", why) for name, why, share in rows])
 
     def _table(self) -> Table:
         order = list(dict.fromkeys(pattern(e.module) for e in self.entries))
@@ -121,6 +186,14 @@ class AuditReport(Report):
         return "; ".join(parts)
 
 
+def _why(e: AuditedProduct) -> str:
+    """Return why a matmul ran in high precision; empty if it is meant to."""
+    if e.precision == FP8 or e.attention or e.note:
+        return ""
+    no_weight = f"reads the buffer {e.weight}" if e.weight else "reads no parameter"
+    return e.reason or e.remedy or no_weight
+
+
 def _cells(e: AuditedProduct) -> tuple[Any, ...]:
     kind = f"attention {e.kind}" if e.attention else f"{e.kind} {e.note}".rstrip()
     shape = f"{e.m} x {e.n} x {e.k}"
@@ -130,7 +203,7 @@ def _cells(e: AuditedProduct) -> tuple[Any, ...]:
         shape if e.batch == 1 else f"{e.batch} x ({shape})",
         e.precision,
         e.flops,
-        pattern(e.reason),
+        e.reason.replace(e.weight, pattern(e.weight)) if e.weight else e.reason,
     )
 
 

@@ -1,10 +1,8 @@
-"""Know the memory of weights in a run: their own, and that of copies and dequantized values."""
+"""Know the memory of weights in a run: their own, and what ops have made of weights alone."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -12,67 +10,117 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
-from ..ops.checks import HIGH_PRECISION
-from ..sharding.dtensor import local_of
+from ..model.running_module import without_wrappers
+from ..sharding.dtensor import own_part
+from ..tensor.base import FP8Base
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
 
-_COPIES = (torch.ops.aten.clone, torch.ops.aten._to_copy, torch.ops.blocktensor.dequantize)
+aten = torch.ops.aten
+
+_SELECT: set[Any] = {
+    *(aten.embedding, aten.index, aten.index_select, aten.gather, aten.take_along_dim),
+    *(aten._unsafe_index, aten.take),
+}
+"""Ops that select of their first operand: rows of a matrix are activations, matrices of a stack
+are weights."""
+
+BUFFER, PARAMETER, FP8_WEIGHT = range(3)
+"""What the memory of a weight belongs to; of two kinds the larger one counts."""
 
 
-class _Part(NamedTuple):
-    """Bytes ``start`` to ``end`` of a storage, which are a weight's.
+class Part(NamedTuple):
+    """Bytes ``start`` to ``end`` of a storage, which hold a weight.
 
     Attributes:
-        of: name of an FP8 weight; empty for a plain parameter or buffer.
-        what: what they are of it: its master, or the op that copied it.
+        kind: :data:`BUFFER`, :data:`PARAMETER` or :data:`FP8_WEIGHT`.
+        name: of the parameter or buffer.
+        what: what they are of it: its values, or the op that computed them from it.
         storage: kept so that no other storage is found at its address.
     """
 
     start: int
     end: int
-    of: str
+    kind: int
+    name: str
     what: str
     storage: Any
 
 
 class WeightMemory:
-    """The memory of a model's weights, of their copies and of dequantized values."""
+    """The memory of a model's weights, and of all that is computed from weights alone.
+
+    Attributes:
+        reads_high_precision: an FP8 weight that was met asks for weight gradients in high
+            precision.
+    """
 
     def __init__(self, model: nn.Module) -> None:
-        self._parts: dict[int, list[_Part]] = defaultdict(list)
-        for name, held in chain(model.named_parameters(), model.named_buffers()):
-            local = local_of(held)
-            held = held if local is None else local
-            if type(held) in (nn.Parameter, Tensor):
-                self._remember(held, "")
-            self._meet(held, name)
+        self._parts: dict[int, list[Part]] = defaultdict(list)
+        self.reads_high_precision = False
+        self._names = {id(x): without_wrappers(name) for name, x in model.named_parameters()}
+        for name, held in model.named_parameters():
+            self._hold(held, PARAMETER, without_wrappers(name))
+        for name, buffer in model.named_buffers():
+            self._hold(buffer, BUFFER, without_wrappers(name))
 
     def meet(self, *operands: Any) -> None:
         """Remember the FP8 weights among the operands of an op; not all are parameters."""
         for x in tree_leaves(operands):
             self._meet(x, "an FP8 weight")
 
+    def enter(self, module: nn.Module, name: str) -> None:
+        """Remember the present parameters of the module ``name``: FSDP2 gathers them elsewhere."""
+        for key, held in module._parameters.items():
+            if held is not None:
+                full = self._names.get(id(held), f"{name}.{key}".lstrip("."))
+                self._hold(held, PARAMETER, full)
+
     def follow(self, func: Any, operands: Any, out: Any) -> None:
-        """Remember ``out`` if the op copied or dequantized a weight."""
+        """Remember ``out`` if the op computed it from weights alone.
+
+        Numbers do not count as operands. Matmuls are not followed: with learned queries, what they
+        compute from weights are activations.
+        """
         packet = getattr(func, "overloadpacket", None)
-        if packet in _COPIES:
-            for part in filter(None, map(self._part, _matrices(operands))):
-                self._remember(out, part.of, str(packet))
+        read = [x for x in tree_leaves(operands) if isinstance(x, Tensor) and x.numel() != 1]
+        if packet in _SELECT:
+            read = [x for x in read[:1] if x.ndim > 2]
+        parts = [self.part(x) for x in read]
+        known = [part for part in parts if part is not None]
+        if not known or len(known) < len(parts):
+            return
+        of = max(known, key=lambda part: part.kind)
+        for x in tree_leaves(out):
+            if isinstance(x, Tensor) and x.numel() != 1:
+                self._remember(x, of.kind, of.name, str(packet))
 
-    def reads_weight(self, operands: Any) -> bool:
-        """Return True if an operand is, or is a copy of, any parameter or buffer."""
-        return any(map(self._part, _matrices(operands)))
+    def read(self, operands: Any) -> Part | None:
+        """Return the weight that a matmul reads: an FP8 weight, or else a parameter, or a buffer.
 
-    def misread(self, operands: Any) -> str:
-        """Say how a matmul reads an FP8 weight in high precision; return "" if it does not."""
-        for x in _matrices(operands):
-            part = self._part(x) if x.dtype in HIGH_PRECISION else None
-            if part is not None and part.of:
-                return f"reads {part.what} of {part.of}"
-        return ""
+        Of two, the right operand: the left one may be learned queries.
+        """
+        parts = [part for x in tree_leaves(operands) if (part := self.part(x, 2)) is not None]
+        return max(reversed(parts), key=lambda part: part.kind, default=None)
+
+    def part(self, x: Any, dims: int = 0) -> Part | None:
+        """Return the weight whose memory overlaps with ``x``, of ``dims`` dimensions or more."""
+        if not isinstance(x, Tensor) or x.layout is not torch.strided or x.ndim < dims:
+            return None
+        start, end = _extent(x)
+        known = self._parts.get(x.untyped_storage()._cdata, ())
+        overlapping = (part for part in known if start < part.end and part.start < end)
+        return max(overlapping, key=lambda part: part.kind, default=None)
+
+    def _hold(self, held: Any, kind: int, name: str) -> None:
+        held = own_part(held)
+        if type(held) in (nn.Parameter, Tensor):
+            self._remember(held, kind, name)
+        self._meet(held, name)
 
     def _meet(self, x: Any, name: str) -> None:
+        recipe: Any = getattr(x, "recipe", None) if isinstance(x, FP8Base) else None
+        self.reads_high_precision |= recipe is not None and recipe.wgrad_input_format is None
         parts: tuple[Tensor | None, ...] = ()
         if isinstance(x, BlockwiseFP8Weight):
             parts = (x._cast_from,)
@@ -80,28 +128,14 @@ class WeightMemory:
             parts = x.rowwise_data, x.columnwise_data
         for part in parts:
             if part is not None:
-                self._remember(part, name)
+                self._remember(part, FP8_WEIGHT, name)
 
-    def _remember(self, x: Tensor, of: str, what: str = "the master") -> None:
-        known = self._part(x)
-        if known is None or not known.of:
+    def _remember(self, x: Tensor, kind: int, name: str, what: str = "the master") -> None:
+        known = self.part(x)
+        if known is None or known.kind < kind:
             storage = x.untyped_storage()
-            part = _Part(*_extent(x), of, what, StorageWeakRef(storage))
+            part = Part(*_extent(x), kind, name, what, StorageWeakRef(storage))
             self._parts[storage._cdata].append(part)
-
-    def _part(self, x: Tensor) -> _Part | None:
-        """Return the part of a weight that overlaps with ``x``; of several, an FP8 weight."""
-        start, end = _extent(x)
-        known = self._parts.get(x.untyped_storage()._cdata, ())
-        overlapping = (part for part in known if start < part.end and part.start < end)
-        return max(overlapping, key=lambda part: part.of, default=None)
-
-
-def _matrices(operands: Any) -> Iterator[Tensor]:
-    """Return the operands of two dimensions or more that have memory to compare."""
-    for x in tree_leaves(operands):
-        if isinstance(x, Tensor) and x.layout is torch.strided and x.ndim > 1:
-            yield x
 
 
 def _extent(x: Tensor) -> tuple[int, int]:

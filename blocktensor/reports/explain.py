@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -128,14 +129,19 @@ def explain(
         recipe: for shapes; a model's weights have theirs.
 
     Raises:
-        ValueError: a shape that is not three sizes, an unknown device, or a ``BLOCKTENSOR_GEMM``
-            that cannot run them.
+        TypeError: ``tokens`` is no integer.
+        ValueError: negative ``tokens``, a shape that is not three sizes, an unknown device, or a
+            ``BLOCKTENSOR_GEMM`` that cannot run them.
     """
     given: Any = model_or_shapes
     if not isinstance(given, (nn.Module, Sequence)) or isinstance(given, str):
         raise TypeError(
             f"explain takes a model, or a list of shapes (M, N, K): got a {type(given).__name__}"
         )
+    if not _is_integer(tokens):
+        raise TypeError(f"tokens={tokens!r} is a {type(tokens).__name__}: expected an integer")
+    if tokens < 0:
+        raise ValueError(f"tokens={tokens}: expected the rows of an input, 0 or more")
     products: list[Product] = []
     times: list[LayerTime] = []
     asked = _device(device)
@@ -168,13 +174,20 @@ def explain(
         return Explanation(tuple(products), _fast_path(devices), tuple(times))
     shapes: Sequence[Any] = model_or_shapes
     for shape in shapes:
-        if not isinstance(shape, Sequence) or len(shape) != 3:
-            raise ValueError(f"shape {shape!r}: expected (M tokens, N out, K in)")
+        is_shape = isinstance(shape, Sequence) and len(shape) == 3
+        if not is_shape or not all(_is_integer(size) and size >= 0 for size in shape):
+            raise ValueError(
+                f"shape {shape!r}: expected (M tokens, N out, K in), integers from 0 on"
+            )
         label, kinds = "x".join(str(s) for s in shape), ("fprop", "dgrad", "wgrad")
         found = _products(label, shape, kinds, recipe, (dtype, dtype), asked)
         products += found
         times += _times_of(found, shape, recipe, (dtype, dtype), asked)
     return Explanation(tuple(products), _fast_path({asked}), tuple(times))
+
+
+def _is_integer(x: object) -> bool:
+    return isinstance(x, Integral) and not isinstance(x, bool)
 
 
 def _device(device: torch.device | str | None) -> torch.device | Card:

@@ -27,7 +27,7 @@ _asked: dict[str, int] = {}
 Result = TypeVar("Result")
 
 
-def agree(what: str, mine: Sequence[str], group: dist.ProcessGroup) -> None:
+def agree(what: str, mine: Sequence[str], group: dist.ProcessGroup, remedy: str = _REMEDY) -> None:
     """Check that all ranks of ``group`` call this with the same lines, which describe ``what``.
 
     The lines pass through the store of the default group: a collective could be matched with
@@ -53,7 +53,7 @@ def agree(what: str, mine: Sequence[str], group: dist.ProcessGroup) -> None:
             known = f", of which it has {mine[0]}" if len(mine) == 1 else ""
             raise RuntimeError(
                 f"rank {me} waited {TIMEOUT.seconds} s for rank {rank} to compare {what}{known}: "
-                f"{_REMEDY}"
+                f"{remedy}"
             ) from error
     other = next((rank for rank in ranks if found[rank] != list(mine)), None)
     # every rank comes to the same verdict, since it has the same lines
@@ -65,7 +65,7 @@ def agree(what: str, mine: Sequence[str], group: dist.ProcessGroup) -> None:
     pairs = itertools.zip_longest(mine, found[other], fillvalue="nothing")
     ours, theirs = next((a, b) for a, b in pairs if a != b)
     raise RuntimeError(
-        f"ranks disagree on {what}: rank {me} has {ours}, rank {other} has {theirs}; {_REMEDY}"
+        f"ranks disagree on {what}: rank {me} has {ours}, rank {other} has {theirs}; {remedy}"
     )
 
 

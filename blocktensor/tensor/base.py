@@ -215,6 +215,11 @@ class MasterBase(FP8Base):
         """Prepare for a write to the master."""
 
 
+def readable(x: Any) -> Any:
+    """Return the master of a weight, to read it, or anything else unchanged."""
+    return x._readable if isinstance(x, MasterBase) else x
+
+
 @functools.cache
 def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
     """Return positions and names of the arguments that an op writes to."""

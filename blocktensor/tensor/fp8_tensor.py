@@ -45,12 +45,35 @@ class Generation:
     """Which values the bytes of a gathered weight are a cast of; shared by all its aliases.
 
     Attributes:
-        of: differs after a change of the values that PyTorch counts.
-        is_stale: True where a backward has gathered changed values with the scales of old ones.
+        version: differs after a change of the values that PyTorch counts; None if the bytes are
+            NaN, since the values were changed before a gather for a backward.
     """
 
-    of: object = None
-    is_stale: bool = False
+    version: int | None = None
+
+    def read(self, since: int | None = None) -> int:
+        """Return the version, for a forward that reads the weight, or a backward.
+
+        Args:
+            since: of a backward, the version that its forward has read.
+
+        Raises:
+            RuntimeError: the values are others than those of the forward, or of no forward.
+        """
+        if since is None and self.version is None:
+            raise RuntimeError(
+                "an FP8 weight that FSDP2 gathers was changed between a forward and a backward, "
+                "which has left it gathered: call reset_iter_state() (torch 2.13) and reshard() of "
+                "the FSDP modules before the next forward"
+            )
+        if since not in (None, self.version):
+            raise RuntimeError(
+                "an FP8 weight that FSDP2 gathers was changed or moved on this rank between a "
+                "forward and its backward, which gathers it again: run backward before, or forward "
+                "again after"
+            )
+        assert self.version is not None
+        return self.version
 
 
 class BlockwiseFP8Tensor(FP8Base):

@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..autograd.backward import given_out
 from ..autograd.linear import FP8Linear
 from ..autograd.plan import Plan, plan_matmul
 from ..autograd.products import Dense, Saved, saved_of, sum_rows
@@ -56,7 +57,9 @@ def parallel_linear(x: Tensor, w: Tensor, bias: Tensor | None, product: Dense) -
         if plan.casts_x:
             x = x.to(plan.out_dtype)
         y: Tensor = FP8Linear.apply(x, w, bias, None, plan, product)
-        return y
+        if x.ndim == 2:
+            return y
+        return given_out(y, (*product.output_shape(x.shape)[:-1], y.shape[1]))
 
 
 class _Parallel(Dense):
@@ -79,10 +82,15 @@ class _Parallel(Dense):
         return read_part(w, self.part, plan)
 
     def _without_front(self, x: Tensor, dim: int) -> Tensor:
-        """Cut off the rows or columns of zeros in front of the part of a weight."""
+        """Copy x without the rows or columns of zeros in front of the part of a weight.
+
+        A view would do for rows, but DTensors of local parts that begin inside their storage
+        cannot be deep-copied, as gradients are with their model.
+        """
         if not self.front:
             return x
-        return x.narrow(dim, self.front, x.shape[dim] - self.front).contiguous()
+        part = x.narrow(dim, self.front, x.shape[dim] - self.front)
+        return part.clone(memory_format=torch.contiguous_format)
 
 
 class Colwise(_Parallel):

@@ -24,6 +24,7 @@ from tests.support.gated import (
     Kind,
     N,
     assert_bits,
+    before,
     every_kind,
     results,
     unfused,
@@ -31,7 +32,14 @@ from tests.support.gated import (
     whether_recomputed,
 )
 from tests.support.groups import GROUPS, ends
-from tests.support.linear_ways import HIGH, ROWS, gone_when, storage_is_gone, way_of_linears
+from tests.support.linear_ways import (
+    HIGH,
+    ROWS,
+    function_of,
+    gone_when,
+    storage_is_gone,
+    way_of_linears,
+)
 from tests.support.models import FP32_SCALES, POWER_OF_TWO, Trace, plain, randn
 
 __all__ = ["afresh", "way_of_linears"]
@@ -52,7 +60,8 @@ def test_bits(kind: Kind, recipe: Recipe, recompute: bool, device: torch.device)
 def test_sequences(frozen: Any, way_of_linears: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A forward that casts all weights is one, a backward that computes all gradients another."""
     ran: list[str] = []
-    monkeypatch.setattr(gated_mlp, "sequence", lambda run, *kind: ran.append(run.__name__) or run)
+    for name in ("_cast_and_fprop", "_of_forms"):
+        before(monkeypatch, gated_mlp, name, lambda *_, name=name: ran.append(name))
     results(functional.gated_mlp, randn(9, K, grad=True), weights(frozen=frozen))
     of_all = ["_cast_and_fprop", "_of_forms"] if way_of_linears == "sequence" else []
     assert ran == of_all[: 2 - len(frozen)]
@@ -70,7 +79,7 @@ def test_the_form_of_x_is_gone_at_the_last_dgrad(monkeypatch: pytest.MonkeyPatch
     held: list[Callable[[], bool]] = []
     gone = gone_when(monkeypatch, "gemm", held)
     y = functional.gated_mlp(randn(9, K, grad=True), *weights())
-    held.append(storage_is_gone(y.grad_fn.saved_tensors[1]))  # type: ignore[union-attr]
+    held.append(storage_is_gone(function_of(y).saved_tensors[1]))
     y.sum().backward()
     assert gone == [False] * 5 + [True]
 

@@ -75,7 +75,8 @@ def plain(x: Tensor, w: Tensor, offs: Tensor | None = None) -> Tensor:
 
 
 def plain_gated(x: Tensor, *w: Tensor, offs: Tensor | None = None) -> Tensor:
-    return plain(F.silu(plain(x, w[0], offs)) * plain(x, w[1], offs), w[2], offs)
+    y = plain(F.silu(plain(x, w[0], offs)) * plain(x, w[1], offs), w[2], offs)
+    return torch.ops.aten._unsafe_view(y, y.shape)  # hooks of a gated MLP run once in a split
 
 
 def straight_through(x: Tensor) -> Tensor:
@@ -197,10 +198,6 @@ class History:
         node = y.grad_fn
         if node is None:
             return y
-        # torch runs hooks of the node that both halves of a split backward begin at twice: those of
-        # a gated MLP reach three weights where they reach one of separate linears
-        if self.backward == "split" and self.kinds[i] in ("gated", "experts"):
-            hook = "retain" if hook in ("tensor", "prehook") else hook
         if hook == "tensor":
             y.register_hook(lambda g: g * 2)
         elif hook == "prehook":

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
 
-from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, functional
+from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, convert, freeze, functional
 from tests.support.asserts import Call, refused
 from tests.support.groups import ends
-from tests.support.models import SQUARE, Trace, randn
+from tests.support.models import SQUARE, HeadGroups, Trace, randn
 from tests.support.models import both_kinds as weights_of
 from tests.support.numeric import assert_same
 
@@ -89,6 +89,29 @@ def test_grouped_products(name: str, lies: str, kind: str) -> None:
 def test_batched_products_are_groups_of_equal_size(name: str, lies: str, kind: str) -> None:
     x = randn(E, T, K)
     check(BATCHED[name], kind, lies, x, x.flatten(0, 1), ends(T, T, T))
+
+
+@pytest.mark.parametrize("way", ["convert", "freeze"])
+def test_a_frozen_weight_viewed_as_a_stack(way: str) -> None:
+    """It has the bits of the trainable weight, whose views are cast by themselves."""
+    torch.manual_seed(0)
+    modules = HeadGroups(3, 128, 200), HeadGroups(3, 128, 200)
+    modules[1].load_state_dict(modules[0].state_dict())
+    modules[1].requires_grad_(way == "freeze")
+    for module in modules:
+        convert(module, skip_small=False)
+    if way == "freeze":
+        freeze(modules[1])
+    results = []
+    for module in modules:
+        x = randn(70, 600, dtype=torch.float32, grad=True)
+        with Trace() as trace:
+            y = module(x)
+            y.backward(randn(70, 384, seed=3, dtype=torch.float32))
+        assert trace.count("mm") == trace.count("blocktensor.grouped_gemm") == 2 + (not results)
+        results.append([y.detach(), x.grad])
+    for got, want in zip(*results, strict=True):
+        assert_same(got, want)
 
 
 @every_kind

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -214,6 +215,20 @@ def test_the_loss_of_torch(frozen: bool, bias: bool) -> None:
     in_chunks = nn.LinearCrossEntropyOptions(batch_chunk_size=100)
     with pytest.raises(NotImplementedError, match=r"functional\.linear_cross_entropy"):
         F.linear_cross_entropy(x, module.linear.weight, target, options=in_chunks)
+
+
+def test_options_of_torch_that_it_lacks() -> None:
+    head, x, target = linear(V, K), randn(T, K), classes(T)
+    chunked(x, head.weight, target, weight=None, label_smoothing=0.0)
+    for options in ({"label_smoothing": 0.1}, {"weight": torch.ones(V)}):
+        with pytest.raises(NotImplementedError) as error:
+            chunked(x, head.weight, target, **options)
+        (name,) = options
+        assert f"does not implement {name}=" in str(error.value)
+        remedy = re.search(r"compute (F\.cross_entropy\(.*?\)), which", str(error.value))
+        assert remedy is not None
+        names = {"F": F, "functional": functional, "x": x, "w": head.weight, "target": target}
+        assert eval(remedy[1], {**names, **options}).isfinite()
 
 
 @pytest.mark.usefixtures("group")

@@ -18,8 +18,13 @@ from benchmarks.check import Bar
 from benchmarks.results import Row
 
 
-def test_results_carry_what_reproduces_them(tmp_path: Path) -> None:
-    """A run that is killed leaves what it has measured."""
+@pytest.mark.parametrize("peers", [{}, {"torchao": "0.18.0"}], ids=str)
+def test_results_carry_what_reproduces_them(
+    peers: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Versions, also of a library that was compared. A run that is killed leaves its rows."""
+    installed = [SimpleNamespace(name=k, version=v) for k, v in ({"torch": "2"} | peers).items()]
+    monkeypatch.setattr(results.importlib.metadata, "distributions", lambda: installed)
     rows: list[Row] = [{"op": "rowwise", "us": 1.5}]
     path = results.write("cast", rows, tmp_path, partial=True)
     assert json.loads(path.read_text())["rows"] == rows
@@ -30,7 +35,8 @@ def test_results_carry_what_reproduces_them(tmp_path: Path) -> None:
     assert content["rows"] == 2 * rows
     assert content["copy_gb_s"] == 4000
     wanted = {"device", "torch", "cuda", "triton", "python", "date", "command"}
-    assert set(content["environment"]) == wanted
+    assert set(content["environment"]) == wanted | peers.keys()
+    assert content["environment"].items() >= peers.items()
     assert content["environment"]["command"] == "python -m benchmarks cast"
     assert results.load("cast", tmp_path) == content
     assert results.load("gemm", tmp_path) is None

@@ -22,8 +22,10 @@ from blocktensor import (
     CheckpointError,
     Recipe,
     convert,
+    freeze,
     load_fp8,
     save_fp8,
+    unfreeze,
 )
 from blocktensor.checkpoint import load as module
 from blocktensor.recipe import DEFAULT_RECIPE
@@ -225,6 +227,12 @@ def test_scales_that_do_not_fit_the_recipe_are_refused(folder: Path) -> None:
     model = on_meta_in(POWERS, frozen=True)
     load_fp8(model, folder, recipe=Recipe())
     assert model.up.weight.recipe == Recipe()
+    model = TARGETS["plain"]()  # as the message says
+    load_fp8(model, folder)
+    unfreeze(model)
+    convert(model, POWERS, skip_small=False)
+    freeze(model)
+    assert isinstance(model.up.weight, BlockwiseFP8Tensor) and model.up.weight.recipe == POWERS
 
 
 class WithState(nn.Linear):

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed._composable import replicate
+from torch.distributed.fsdp import fully_shard
 
 pytest.importorskip("safetensors")
 pytest.importorskip("transformers", minversion="5.17")
 
 from transformers import core_model_loading
 
+from blocktensor import convert, load_fp8, save_fp8
+from blocktensor.checkpoint.names import possible_names
 from blocktensor.checkpoint.stored import Group, groups_of, stored_as
 from tests.support.checkpoint_experts import Tensors, read
 from tests.support.moe_models import transformers_moe
+from tests.support.pretrained import llama
 
 
 def names_of(groups: list[Group]) -> set[str]:
@@ -142,3 +148,24 @@ def test_stacks_whose_blocks_it_would_cut_stay_whole(rows: int) -> None:
     names = names_of(stored_as(groups_of(model), shapes, {UP, STACK}))
     assert ({UP, STACK} <= names) == (rows == 192)
     assert OTHER not in names
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("shard", [fully_shard, replicate], ids=["fully_shard", "replicate"])
+def test_a_model_whose_root_is_sharded(shard: Callable[[nn.Module], Any], tmp_path: Path) -> None:
+    """The root gets a class whose copies would run the model's constructor."""
+    model, root = (llama() for _ in range(2))
+    for each in (model, root):
+        convert(each, skip_small=False)
+    shard(root)
+    assert possible_names(root) == possible_names(model)
+    assert groups_of(root) == groups_of(model)
+    for name, each in (("whole", model), ("root", root)):
+        save_fp8(each, tmp_path / name)
+    whole, written = read(tmp_path / "whole"), read(tmp_path / "root")
+    assert written.keys() == whole.keys()
+    assert all(torch.equal(written[name], x) for name, x in whole.items())
+    frozen = llama().requires_grad_(False)
+    convert(frozen, skip_small=False)
+    shard(frozen)
+    assert len(load_fp8(frozen, tmp_path / "whole").fp8) > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -238,8 +239,13 @@ def test_a_frozen_weight_keeps_its_recipe() -> None:
     assert refused(model, ValueError, recipe=POWER_OF_TWO) == (
         "the weight of 'blocks.1.down' is frozen in FP8, without its high-precision values: it "
         "was cast with scale='fp32' and cannot be cast with scale='power_of_two'; convert the "
-        "original weights, or call without a recipe, which leaves alone what is FP8 already"
+        "original weights, or unfreeze(model) first, to cast the FP8 values, or call without a "
+        "recipe, which leaves alone what is FP8 already"
     )
+    other = copy.deepcopy(model)
+    unfreeze(other)
+    everything(other, recipe=POWER_OF_TWO)
+    assert other.get_submodule(LAST).weight.recipe == POWER_OF_TWO
     layer = model.get_submodule(LAST)
     refused(layer, ValueError, lambda m: apply(m, POWER_OF_TWO))
     report = everything(model, recipe=POWER_OF_TWO, skip=[LAST])

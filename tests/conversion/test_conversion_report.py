@@ -168,15 +168,15 @@ Matrices left alone: embedding (1), small (4), lm head (1)""",
     assert_expected_inline(
         warning(Model(), filter=lambda m, name: False, skip_small=False),
         """\
-no weight of this Model is in FP8: print the report for the reasons. Matrices left
-alone: embedding (1), filter (4), lm head (1)""",
+no weight of this Model is in FP8: filter and skip leave weights alone. Matrices
+left alone: embedding (1), filter (4), lm head (1)""",
     )
     assert_expected_inline(
         warning(nn.Sequential(nn.Embedding(50, DIM), Experts())),
         """\
-no weight of this Sequential is in FP8: it has no nn.Linear, no Conv1D and no
-experts that convert knows. Matrices left alone: embedding (1), stack of matrices
-(2), not the weight of a linear (1)""",
+no weight of this Sequential is in FP8: stacks={'1': ['gate_up_proj', 'down_proj']}
+names experts that convert does not know. Matrices left alone: embedding (1), stack
+of matrices (2), not the weight of a linear (1)""",
     )
     assert warning(nn.Sequential()).endswith("Matrices left alone: none")
 

@@ -115,6 +115,7 @@ def tokens(count: int = T, seed: int = 7) -> Tensor:
     return randn(count, K, seed=seed).cuda().requires_grad_()
 
 
+@pytest.mark.unchecked
 @either_way
 @pytest.mark.parametrize("shares", [False, True])
 def test_a_training_step_does_not_synchronise(shares: bool, fused: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,18 @@ from torch import Tensor, nn
 
 pytest.importorskip("peft")
 
-from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
+from peft import (
+    BOFTConfig,
+    HRAConfig,
+    LoraConfig,
+    OFTConfig,
+    PeftModel,
+    RoadConfig,
+    get_peft_model,
+    prepare_model_for_kbit_training,
+)
+from peft.tuners.lora.config import CordaConfig
+from peft.tuners.lora.corda import preprocess_corda
 
 import blocktensor.integrations.peft  # noqa: F401
 from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, convert, freeze, unfreeze
@@ -143,6 +155,52 @@ def test_merging_into_an_unfrozen_base(safe: bool) -> None:
     assert type(merged) is Model
     assert relative(base()(INPUTS), y) > 0.15  # what the adapters do
     assert relative(merged(INPUTS), y) < 0.05  # the sum is cast anew
+
+
+ROTATIONS: dict[str, Any] = {
+    "OFT": OFTConfig(oft_block_size=32),
+    "BOFT": BOFTConfig(boft_block_size=32),
+    "HRA": HRAConfig(r=4),
+    "RoAd": RoadConfig(),
+}
+"""Adapters that multiply the weight."""
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:peft.tuners.boft")  # its kernel is missing
+@pytest.mark.parametrize("kind", ROTATIONS)
+def test_adapters_that_multiply_weights_are_merged_in_high_precision(kind: str) -> None:
+    states = []
+    for model in (base(frozen=False), Model(DIM).bfloat16()):
+        config = copy.deepcopy(ROTATIONS[kind])
+        config.target_modules = {"up", "down"}
+        torch.manual_seed(1)
+        made = get_peft_model(model.float(), config)
+        with torch.no_grad():
+            for parameter in trained(made).values():
+                parameter.add_(torch.randn(parameter.shape) * 0.05)
+        made.merge_adapter()
+        merged = {name: value.clone() for name, value in made.state_dict().items()}
+        made.unmerge_adapter()
+        states.append((merged, made.state_dict()))
+    for got, want in zip(*states, strict=True):
+        for name, value in want.items():
+            assert torch.equal(got[name], value), name
+
+
+@pytest.mark.parametrize("kind", ["pissa_niter_4", "corda"])
+def test_adapters_that_multiply_the_base_as_they_begin(kind: str) -> None:
+    states = []
+    for model in (base(frozen=False), Model(DIM).bfloat16()):
+        options: Any = {"corda_config": CordaConfig()} if kind == "corda" else {}
+        config = LoraConfig(r=4, target_modules=["0.up"], init_lora_weights=kind, **options)
+        model = model.float()
+        if kind == "corda":
+            preprocess_corda(model, config, partial(model, INPUTS[:1]))
+        torch.manual_seed(1)
+        states.append(get_peft_model(model, config).state_dict())
+    got, want = states
+    for name, value in want.items():
+        assert torch.equal(got[name], value), name
 
 
 def test_adapters_are_stored_without_their_base(tmp_path: Path) -> None:

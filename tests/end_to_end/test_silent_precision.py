@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from blocktensor import audit_step
 from blocktensor.reports import AuditReport
 from tests.support.groups import ends
-from tests.support.models import linear, randn
+from tests.support.models import in_a_layer, linear, randn
 
 N = K = 256
 X = randn(6, K, dtype=torch.float32)
@@ -55,6 +55,9 @@ def parameters_of(m: nn.Linear) -> dict[str, Tensor]:
 
 
 def no_grad(way: Way, mode: Callable[[], Any] = torch.no_grad) -> Way:
+    """Without gradients, in a layer."""
+    way = in_a_layer(way)
+
     def run(m: nn.Linear, x: Tensor) -> None:
         with mode():
             way(m, x.detach())
@@ -169,7 +172,9 @@ ERRORS: dict[str, Way] = {
     "aten.linear": lambda m, x: torch.ops.aten.linear(x, m.weight),
     "aten.mm": lambda m, x: torch.ops.aten.mm(x, m.weight),
     "aten.mm, detached": lambda m, x: torch.ops.aten.mm(x, m.weight.detach()),
-    "aten.mm.out": no_grad(lambda m, x: torch.ops.aten.mm.out(x, m.weight, out=torch.empty(6, N))),
+    "no_grad: aten.mm.out": no_grad(
+        lambda m, x: torch.ops.aten.mm.out(x, m.weight, out=torch.empty(6, N))
+    ),
     "inference: aten.einsum": no_grad(
         lambda m, x: torch.ops.aten.einsum("ij,kj->ik", [x, m.weight]), torch.inference_mode
     ),
@@ -178,8 +183,7 @@ ERRORS: dict[str, Way] = {
     "heads by matmul": lambda m, x: x @ m.weight.view(4, 64, K).mT,
     "cdist": lambda m, x: torch.cdist(m.weight, m.weight + 1),
     "corrcoef": lambda m, x: torch.corrcoef(m.weight),
-    "no_grad: corrcoef": no_grad(lambda m, x: torch.corrcoef(m.weight)),
-    "no_grad: cov": no_grad(lambda m, x: torch.cov(m.weight)),
+    "no_grad: einsum": no_grad(lambda m, x: torch.einsum("ij,kj->ik", x, m.weight)),
     "matrix_power": lambda m, x: F.linear(x, torch.linalg.matrix_power(m.weight, 2)),
     "conv": lambda m, x: F.conv1d(x[:, :, None], m.weight[:, :, None]),
     **{
@@ -208,6 +212,11 @@ DOCUMENTED: dict[str, Way] = {
     "rows by an index": lambda m, x: F.linear(x, m.weight[torch.randperm(N)]),
     "a row": lambda m, x: x @ m.weight[0],
     "no_grad: W + delta": no_grad(lambda m, x: F.linear(x, m.weight + 1)),
+    "no_grad: outside of layers": torch.no_grad()(lambda m, x: x @ m.weight),
+    "no_grad: of weights alone": no_grad(lambda m, x: m.weight @ m.weight.t()),
+    "no_grad: corrcoef": no_grad(lambda m, x: torch.corrcoef(m.weight)),
+    "no_grad: cov": no_grad(lambda m, x: torch.cov(m.weight)),
+    "of a detached weight, outside of layers": lambda m, x: x @ m.weight.detach(),
 }
 
 

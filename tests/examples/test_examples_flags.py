@@ -51,6 +51,7 @@ FLAGS: dict[str, list[tuple[list[str], str]]] = {
         (["--checkpoint", __file__], "is not a folder"),
     ],
     "lora_fp8": [(["--base-steps", "0"], "--base-steps must be at least 1")],
+    "merge_lora": [(["--rank", "0"], "--rank must be at least 1")],
     "finetune_hf": [
         (["--steps", "0"], "--steps must be at least 1"),
         (["--model", "nowhere"], "no config.json there"),

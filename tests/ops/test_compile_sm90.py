@@ -271,16 +271,18 @@ def test_registers(case: Case, launches: Launches) -> None:
     assert made == (case.launches or max(made, 1))
 
 
-@pytest.mark.parametrize("is_cast", [False, True], ids=["amax", "cast"])
+@pytest.mark.parametrize("kind", ["amax", "cast", "checked cast"])
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 @pytest.mark.parametrize(("shape", "row"), [((1024, 4096), 0), ((1000, 4096), 100), ((7, 130), 3)])
 def test_shards_load_even_columns_wide(
-    shape: tuple[int, int], row: int, dtype: torch.dtype, is_cast: bool
+    shape: tuple[int, int], row: int, dtype: torch.dtype, kind: str
 ) -> None:
-    data = like(*shape, dtype=E4M3) if is_cast else None
+    data = None if kind == "amax" else like(*shape, dtype=E4M3)
+    amax = like(9, 32, dtype=FP32)
+    own = amax if kind == "checked cast" else None
     for format in (BLOCKS_128X128, BLOCKS_128X128_POW2):
-        given = like(*shape, dtype=dtype), like(9, 32, dtype=FP32), data
-        found = compile_for_sm90(plan_shard(*given, format, row, 0))
+        launch = plan_shard(like(*shape, dtype=dtype), amax, data, format, row, 0, own)
+        found = compile_for_sm90(launch)
         assert found.spilled_bytes == 0
         assert ("LDG.E.128" in found.sass) == (shape[1] % 128 == 0)
 

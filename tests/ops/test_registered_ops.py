@@ -62,6 +62,7 @@ def cast_samples(shape: tuple[int, int], rng: Generator) -> Samples:
         "shard_amax": (x, BLOCKS_128X128_POW2, *place),
         "shard_amax of a stack": (torch.stack([x, -x]), BLOCKS_128X128, *place),
         "quantize_shard": (x, amax, BLOCKS_128X128_POW2, *place),
+        "quantize_shard with a check": (x, amax * 2, BLOCKS_128X128, *place, amax),
     }
 
 

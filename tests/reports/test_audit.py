@@ -46,8 +46,9 @@ X = randn(6, 32, dtype=torch.float32)
 
 
 def test_table(device: torch.device) -> None:
+    report = assert_no_marked_product(converted(Model()).to(device), TOKENS.to(device))
     assert_expected_inline(
-        str(assert_no_marked_product(converted(Model()).to(device), TOKENS.to(device))),
+        str(report).partition("\n\n")[0],
         """\
 module             product   M x N x K      precision  FLOPs
 -----------------  --------  -------------  ---------  -----
@@ -280,3 +281,4 @@ def test_llama_of_transformers(reentrant: bool | None) -> None:
     attention = {e.module for e in report.entries if e.attention}
     assert attention == {f"model.layers.{i}.self_attn" for i in range(2)}
     assert report.fp8_share > 0.9
+    report.assert_fp8(["lm_head"])

@@ -6,6 +6,7 @@ import re
 import sys
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from expecttest import assert_expected_inline
@@ -170,13 +171,22 @@ def test_an_unusable_backend_is_an_error_wherever_it_is_chosen(
 
 
 def test_bad_shapes() -> None:
-    for shape in ((128, 256), 128.0):
+    for shape in ((128, 256), 128.0, (-1, 128, 128), (128, 1.5, 128), (128, 128, True), "128"):
         with pytest.raises(
-            ValueError, match=re.escape(f"shape {shape}: expected (M tokens, N out")
+            ValueError, match=re.escape(f"shape {shape!r}: expected (M tokens, N out")
         ):
             explain([shape])
     with pytest.raises(TypeError, match=r"a list of shapes \(M, N, K\): got a str"):
         explain("128x128x128")
+
+
+@pytest.mark.parametrize("tokens", [-1, 1.5, True, "8", None])
+def test_bad_numbers_of_tokens(tokens: Any) -> None:
+    model = nn.Sequential(linear(128, 128))
+    with pytest.raises((TypeError, ValueError), match=f"^tokens={tokens!r}.*: expected"):
+        explain(model, tokens=tokens)
+    assert explain(model, tokens=0).products[0].m == 0
+    assert explain(model, tokens=np.int64(8)).products[0].m == 8
 
 
 def test_a_plan_without_a_gpu() -> None:

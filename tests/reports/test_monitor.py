@@ -331,6 +331,7 @@ def test_under_fsdp2(mesh: Any, world: int, device: str) -> None:
         assert found[layer]["w"].sqnr == pytest.approx(want[layer]["w"].sqnr, abs=0.3)
 
 
+@pytest.mark.unchecked
 @pytest.mark.gpu
 def test_no_step_waits_for_the_gpu() -> None:
     model, x = converted().cuda(), randn(300, K, device="cuda")

@@ -121,7 +121,7 @@ def test_a_notebook_shows_what_print_shows(kind: str, tmp_path: Path) -> None:
     assert words(" ".join(cells)) == words(str(report))
     assert "" not in parts
     tables = [part for part in parts if not isinstance(part, str)]
-    assert len(tables) == (2 if kind == "Explanation" else 1)
+    assert len(tables) == (2 if kind in ("Explanation", "AuditReport") else 1)
     for header, *rows in tables:
         assert rows and {len(row) for row in rows} == {len(header)}
     assert any(ODD in cell for cell in cells)
@@ -168,7 +168,7 @@ def test_the_values_of_other_reports() -> None:
     assert values["layers"] == [asdict(x) for x in explained.layers]
     assert values["products"] == [{**asdict(p), "sizes": p.sizes} for p in explained.products]
     values = audited.to_dict()
-    assert values.keys() == {"entries", "notes", "flops", "fp8_share"}
+    assert values.keys() == {"entries", "notes", "hidden", "flops", "fp8_share"}
     assert values["entries"] == [asdict(e) for e in audited.entries]
     assert (values["notes"], values["flops"]) == (list(audited.notes), audited.flops)
     fused = fuse(model)

@@ -14,13 +14,14 @@ from blocktensor.ops import devices, reference
 from blocktensor.ops.gemm import choose_backend
 from blocktensor.ops.op import OPS
 from blocktensor.ops.registry import Backend
-from blocktensor.ops.runtime.specialize import GEMM_VARIABLE
+from blocktensor.ops.runtime.specialize import GEMM_VARIABLE, _PlainTable
 
 
 def decide_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """Empty tables of decisions for this test, which the next test does not see."""
-    for table in (*OPS.values(), plan._PLANS):
-        monkeypatch.setattr(table, "_table", {})
+    monkeypatch.setattr(plan._PLANS, "_found", {})
+    for table in OPS.values():
+        monkeypatch.setattr(table, "_table", _PlainTable(table._first))
 
 
 def replace_op(monkeypatch: pytest.MonkeyPatch, name: str, function: Callable[..., Any]) -> None:

@@ -1,72 +1,45 @@
-"""A Triton that compiles nothing and runs on the CPU: as much of it as the fast launcher meets.
+"""A Triton and a CUDA driver that run on the CPU: as much of them as recordings meet.
 
 Kernels are Python functions of addresses and integers, which read and write real memory; so a
-launch that passes a wrong address or number computes something wrong, or crashes.
+launch that passes a wrong address or number computes something wrong, or crashes. ``player.cpp`` is
+the real one; it calls the driver by two pointers, which are those of functions here.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
+import itertools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import triton
 from torch import Tensor
 
-from blocktensor.ops.runtime import replay
+from blocktensor.ops.runtime import build_player
 from blocktensor.ops.runtime.launch import Launch
 from blocktensor.ops.runtime.specialize import Specialized, recorded
-from blocktensor.ops.runtime.triton_compat import launcher as launchers
-
-STREAM = 77
+from blocktensor.ops.runtime.triton_compat import launcher
 
 
 def floats(address: int, count: int) -> Any:
     return (ctypes.c_float * count).from_address(address)
 
 
-class Launcher:
-    """Stands for ``triton.backends.nvidia.driver.CudaLauncher``, of Triton 3.6 and of 3.7."""
+class CudaLauncher:
+    """Stands for ``triton.backends.nvidia.driver.CudaLauncher``."""
 
     global_scratch_size = profile_scratch_size = 0
     launch_cooperative_grid = launch_pdl = False
 
-    def __init__(self, launch: Callable[..., None], types: list[str]) -> None:
-        self.launch = launch
-        self.kernel_signature = bytes(len(types))
-
-    def __call__(
-        self,
-        gridX: int,
-        gridY: int,
-        gridZ: int,
-        stream: int,
-        function: int,
-        kernel_metadata: Any,
-        launch_metadata: Any,
-        launch_enter_hook: Any,
-        launch_exit_hook: Any,
-        *args: Any,
-    ) -> None:
-        raise NotImplementedError
-
-
-class KernelArg:
-    """Stands for ``PyKernelArg`` of Triton 3.7."""
-
-    def __init__(self, nested_tuple: None, type: int) -> None:
-        assert (nested_tuple, type) == (None, ARG_KERNEL)
-
-
-ARG_KERNEL = 7
-
 
 class Descriptor:
-    """As much of Gluon's TensorDescriptor as the launcher looks at."""
+    """As much of Gluon's TensorDescriptor as is looked at."""
 
     padding = "zero"
 
@@ -74,72 +47,138 @@ class Descriptor:
         self.base, self.shape, self.strides = base, list(base.shape), list(base.stride())
 
 
+METADATA = {"swizzle": 1, "elem_size": 4, "elem_type": 9, "block_size": [4], "fp4_padded": False}
+
+
 class Compiled(SimpleNamespace):
     """Stands for ``CompiledKernel``, which is unloaded when nobody holds it; Triton may not."""
+
+
+class Config(ctypes.Structure):
+    """``CUlaunchConfig``."""
+
+    _fields_ = [
+        *((f"{what}_{axis}", ctypes.c_uint) for what in ("grid", "block") for axis in "xyz"),
+        ("shared", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("count", ctypes.c_uint),
+    ]
+
+
+class Map(ctypes.Structure):
+    """As much of a tensor map as kernels here read."""
+
+    _fields_ = [("address", ctypes.c_uint64), ("size", ctypes.c_uint64)]
+
+
+FUNCTIONS: dict[int, Callable[[Any, Any], None]] = {}
+"""What the driver runs, by the addresses of compiled functions."""
+
+encoded: list[tuple[int, ...]] = []
+"""Address, dtype, rank, size, box, swizzle and fill of every tensor map that was encoded."""
+
+errors: list[BaseException] = []
+"""What kernels raised."""
+
+
+@ctypes.CFUNCTYPE(
+    ctypes.c_int, ctypes.POINTER(Config), ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p),
+    ctypes.c_void_p,
+)  # fmt: skip
+def launch_kernel(config: Any, function: int, parameters: Any, _: Any) -> int:
+    try:
+        FUNCTIONS[function](config.contents, parameters)
+    except BaseException as error:
+        errors.append(error)
+        return 700
+    return 0
+
+
+@ctypes.CFUNCTYPE(
+    ctypes.c_int, ctypes.POINTER(Map), ctypes.c_int, ctypes.c_uint, ctypes.c_uint64,
+    *[ctypes.POINTER(ctypes.c_uint64)] * 2, *[ctypes.POINTER(ctypes.c_uint)] * 2,
+    *[ctypes.c_int] * 4,
+)  # fmt: skip
+def encode_map(
+    made: Any, dtype: int, rank: int, address: int, sizes: Any, _: Any, box: Any, ones: Any,
+    interleave: int, swizzle: int, promotion: int, fill: int,
+) -> int:  # fmt: skip
+    made.contents.address, made.contents.size = address, sizes[0]
+    encoded.append((address, dtype, rank, sizes[0], box[0], swizzle, fill))
+    return 0 if (ones[0], interleave, promotion) == (1, 0, 2) else 1
 
 
 class Kernel:
     """A jitted kernel whose body is Python; ``body(*arguments)`` without the constants.
 
-    ``ordinary`` counts Triton's own launches, ``direct`` holds the heads of the fast ones.
+    ``ordinary`` counts Triton's own launches, ``direct`` holds the configurations of recorded ones:
+    grid, threads, shared memory, stream, attributes.
     """
+
+    _addresses = itertools.count(1234)
 
     def __init__(self, body: Callable[..., None], arg_names: list[str]) -> None:
         self.body, self.arg_names = body, arg_names
         self.pre_run_hooks: list[Any] = []
         self.ordinary = 0
-        self.direct: list[tuple[Any, ...]] = []
+        self.direct: list[tuple[int, ...]] = []
 
     def __getitem__(self, grid: tuple[int]) -> Callable[..., Any]:
         def run(*args: Any, **constants: Any) -> Any:
             self.ordinary += 1
             values = dict(zip(self.arg_names, args, strict=False)) | constants
             signature = {name: kind_of(values[name]) for name in self.arg_names}
-            described = [{"block": 4} for kind in signature.values() if "tensordesc" in kind]
-            self.body(*(x for arg in args for x in expand(arg, {"block": 4})))
+            described = [METADATA for kind in signature.values() if "tensordesc" in kind]
+            self.body(*(x for arg in args for x in expand(arg)))
+            metadata = SimpleNamespace(tensordesc_meta=described, num_warps=4, num_ctas=1, shared=0)
             compiled = Compiled(
                 src=SimpleNamespace(signature=signature),
-                function=1234,
-                packed_metadata=(4, 1, 0),
-                metadata=SimpleNamespace(tensordesc_meta=described),
+                function=next(self._addresses),
+                metadata=metadata,
+                run=CudaLauncher(),
+                asm={"ptx": code_of(signature.values())},
             )
-            launch = self._launch(signature, weakref.ref(compiled))
-            compiled.run = Launcher(launch, flat_types(signature, args))
+            FUNCTIONS[compiled.function] = self._function(signature, weakref.ref(compiled))
             return compiled
 
         return run
 
-    def _launch(self, signature: dict[str, str], compiled: Any) -> Callable[..., None]:
-        def launch(*args: Any) -> None:
+    def _function(self, signature: dict[str, str], compiled: Any) -> Callable[..., None]:
+        def function(config: Config, parameters: Any) -> None:
             assert compiled() is not None, "the kernel was unloaded"
-            in_tuple = isinstance(args[-1], tuple) and len(args) == 16
-            head, rest = (args[:-1], list(args[-1])) if in_tuple else (args[:13], list(args[13:]))
-            if in_tuple:
-                assert len(head[-2]) == len(head[-1]) == len(rest)
-            self.direct.append(head)
+            blocks = config.grid_y, config.grid_z, config.block_y, config.block_z
+            assert blocks == (1, 1, 1, 1)
+            found = config.grid_x, config.block_x, config.shared, config.stream, config.count
+            self.direct.append(found)
+            addresses = iter(parameters[i] for i in itertools.count())
             values: list[Any] = []
             for kind in signature.values():
-                if kind == "constexpr":
-                    assert in_tuple or rest.pop(0) is None
-                    continue
-                values.append(rest.pop(0))
                 if kind.startswith("tensordesc"):
-                    values += (rest.pop(0) for _ in range(2 * len(values[-1].shape)))
-            assert not rest
+                    found = Map.from_address(next(addresses))
+                    values.append(SimpleNamespace(address=found.address, size=found.size))
+                    values += (ctypes.c_int.from_address(next(addresses)).value for _ in range(2))
+                elif kind == "i32":
+                    values.append(ctypes.c_int.from_address(next(addresses)).value)
+                elif kind != "constexpr":
+                    values.append(ctypes.c_uint64.from_address(next(addresses)).value)
+            scratch = [ctypes.c_uint64.from_address(next(addresses)).value for _ in range(2)]
+            assert scratch == [0, 0]
             self.body(*values)
 
-        return launch
+        return function
 
 
-def flat_types(signature: dict[str, str], args: tuple[Any, ...]) -> list[str]:
-    """The types of all numbers that a kernel is given: a tensor map has its shape and strides."""
-    types = []
-    for kind, value in zip(signature.values(), args, strict=False):
-        if isinstance(value, Descriptor):
-            types += ["nvTmaDesc", *["i64"] * 2 * len(value.shape)]
+def code_of(kinds: Iterable[str]) -> str:
+    """The PTX of a kernel's entry: its parameters."""
+    parameters: list[str] = []
+    for kind in kinds:
+        if kind.startswith("tensordesc"):
+            parameters += [".param .align 64 .b8 p[128]", ".param .u32 p", ".param .u64 p"]
         elif kind != "constexpr":
-            types.append(kind)
-    return types
+            parameters.append(".param .u32 p" if kind == "i32" else ".param .u64 .ptr .global p")
+    parameters += 2 * [".param .u64 .ptr .global .align 1 p"]
+    return f".version 8.7\n.visible .entry kernel({','.join(parameters)})\n{{ }}"
 
 
 def kind_of(value: Any) -> str:
@@ -150,36 +189,13 @@ def kind_of(value: Any) -> str:
     return "constexpr" if isinstance(value, bool) else "i32"
 
 
-def expand(value: Any, metadata: dict[str, int]) -> list[Any]:
+def expand(value: Any) -> list[Any]:
     if isinstance(value, Tensor):
         return [value.data_ptr()]
     if isinstance(value, Descriptor):
-        return make_tensordesc_arg(value, metadata)
+        tensor_map = SimpleNamespace(address=value.base.data_ptr(), size=value.shape[0])
+        return [tensor_map, *value.shape, *value.strides]
     return [value]
-
-
-def make_tensordesc_arg(descriptor: Any, metadata: dict[str, int]) -> list[Any]:
-    assert metadata == {"block": 4}
-    tensor_map = SimpleNamespace(address=descriptor.base.data_ptr(), shape=descriptor.shape)
-    return [tensor_map, *descriptor.shape, *descriptor.strides]
-
-
-DRIVERS = {
-    "3.6": SimpleNamespace(
-        CudaLauncher=Launcher,
-        _BASE_ARGS_FORMAT="iiiKKppOOOOOO",
-        make_tensordesc_arg=make_tensordesc_arg,
-    ),
-    "3.7": SimpleNamespace(
-        CudaLauncher=Launcher,
-        annotate_arguments=None,
-        make_kernel_signature=None,
-        PyKernelArg=KernelArg,
-        ARG_KERNEL=ARG_KERNEL,
-        make_tensordesc_arg=lambda tensor, metadata, _: make_tensordesc_arg(tensor, metadata),
-    ),
-}
-"""As much of ``triton.backends.nvidia.driver`` as the fast launcher looks at, by version."""
 
 
 def draw(*shape: int) -> Tensor:
@@ -219,20 +235,35 @@ def axpy(kernel: Kernel, x: Tensor, y: Tensor, factor: int) -> Tensor:
     return out
 
 
-@pytest.fixture(params=DRIVERS)
-def fake_driver(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[SimpleNamespace]:
-    """Let launches of :class:`Kernel` run and be replayed on the CPU; the driver, to be spoiled."""
-    driver = SimpleNamespace(**vars(DRIVERS[request.param]))
-    of_run = [kind._replace(function=lambda run: run.launch) for kind in launchers.LAUNCHERS]
-    monkeypatch.setattr(launchers, "_driver", lambda: driver)
-    monkeypatch.setattr(launchers, "LAUNCHERS", of_run)
-    monkeypatch.setattr(replay, "current_device", lambda: -1)  # what CPU tensors say
-    monkeypatch.setattr(replay, "current_stream", lambda device: STREAM)
-    empty = torch.empty_strided
-    monkeypatch.setattr(replay, "fresh_empty", lambda: lambda *at: empty(*at[:2], dtype=at[2]))
+def pointer(function: Any) -> int:
+    address = ctypes.cast(function, ctypes.c_void_p).value
+    assert address is not None
+    return address
+
+
+@functools.cache
+def player() -> Any:
+    """The module of ``player.cpp``; without a compiler the test is skipped."""
+    try:
+        return build_player.module(build_player.built())
+    except build_player.CannotBuild as error:
+        if "no C++ compiler" in str(error):
+            pytest.skip(str(error))
+        raise
+
+
+@pytest.fixture
+def fake_driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+    """Let launches of :class:`Kernel` run and be repeated on the CPU; the driver, to be spoiled."""
+    dtypes = {**{i: i for i in range(16)}, 8: 10, 9: 8, 10: 9}
+    driver = SimpleNamespace(CudaLauncher=CudaLauncher, TMA_DTYPE_DEVICE_TO_HOST=dtypes)
+    monkeypatch.setattr(launcher, "_driver", lambda: driver)
+    player().use_driver(pointer(launch_kernel), pointer(encode_map), triton.knobs.runtime)
+    monkeypatch.setattr(build_player, "player", player)
     monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
-    launchers.launcher.cache_clear()
+    encoded.clear()
+    errors.clear()
     yield driver
-    launchers.launcher.cache_clear()
+    assert errors == []
+    if torch.cuda.is_available():
+        player().load(triton.knobs.runtime)

@@ -13,6 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from blocktensor import Recipe
 from blocktensor.autograd import plan
 from blocktensor.ops import reference
+from blocktensor.ops.runtime import build_player
 from tests.support.backends import replace_op
 
 WAYS = ("op by op", "sequence")
@@ -30,7 +31,9 @@ def run_linears(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     else:
         pytest.importorskip("triton")
         monkeypatch.setattr(plan, "RECORDED_DEVICES", ("cpu", "cuda"))
-    monkeypatch.setattr(plan._PLANS, "_table", {})
+        if not torch.cuda.is_available():
+            monkeypatch.setattr(build_player, "player", lambda: None)
+    monkeypatch.setattr(plan._PLANS, "_found", {})
 
 
 @pytest.fixture(params=WAYS)
@@ -50,6 +53,12 @@ def grads_of(
     y = run(module, leaf) if run else module(leaf)
     y.backward(grad)
     return [y.detach(), leaf.grad, *(p.grad for p in module.parameters())]
+
+
+def function_of(y: Tensor) -> Any:
+    """The node of the FP8 function that made ``y``, below the node of the view that callers get."""
+    assert y.grad_fn is not None
+    return y.grad_fn.next_functions[0][0]
 
 
 def assert_all_equal(actual: list[Tensor | None], expected: list[Tensor | None]) -> None:

@@ -104,6 +104,33 @@ LINEARS = ["blocks.0.up", "blocks.0.down", "blocks.1.up", "blocks.1.down"]
 """The linears of a :class:`Model` that ``convert`` converts."""
 
 
+def in_a_layer(run: Callable[..., Any]) -> Callable[..., Any]:
+    """``run`` in the forward of a module.
+
+    Without gradients, products elsewhere are arithmetic on the values of weights.
+    """
+
+    class Layer(nn.Module):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return run(*args, **kwargs)
+
+    return Layer()
+
+
+class HeadGroups(nn.Linear):
+    """Views its weight as one matrix for each group of heads, as DeepSeek-V4's attention does."""
+
+    def __init__(self, groups: int, n: int, k: int) -> None:
+        super().__init__(k, groups * n, bias=False)
+        self.groups = groups
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply ``x[T, K * groups]``, each group of features by a matrix of its own."""
+        groups = x.unflatten(-1, (self.groups, self.in_features)).transpose(0, 1)
+        w = self.weight.view(self.groups, -1, self.in_features).transpose(1, 2)
+        return torch.bmm(groups, w).transpose(0, 1).flatten(1)
+
+
 class Block(nn.Module):
     def __init__(self, dim: int) -> None:
         super().__init__()

@@ -9,6 +9,8 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from blocktensor.ops.formats import Quantized
 from blocktensor.ops.runtime.launch import Launch
+from blocktensor.ops.runtime.triton_compat import launcher
 from blocktensor.ops.scale_layouts import empty_quantized
 from tests.support.numeric import FORMATS
 
@@ -106,10 +109,32 @@ def compile_for_sm90(launch: Launch) -> Resources:
         kernel = triton.compile(
             _source(launch), target=GPUTarget("cuda", 90, 32), options=launch.options
         )
+    assert_takes_what_recordings_pass(launch, kernel)
     usage = _tool(kernel.asm["cubin"], "cuobjdump", "-res-usage")
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     assert found, f"cuobjdump printed no resources: {usage}"
     return Resources(int(found[1]), int(found[2]), kernel.metadata.shared, kernel.asm["cubin"])
+
+
+class _NoGPU:
+    """Stands for the launcher of a kernel that cannot be loaded here."""
+
+    global_scratch_size = profile_scratch_size = 0
+    launch_cooperative_grid = launch_pdl = False
+
+
+def assert_takes_what_recordings_pass(launch: Launch, kernel: Any) -> None:
+    """A recording of ``launch`` passes a map, a pointer or a number where the kernel takes one.
+
+    Otherwise ``kernel_of`` raises.
+    """
+    compiled = SimpleNamespace(
+        src=kernel.src, metadata=kernel.metadata, asm=kernel.asm, function=0, run=_NoGPU()
+    )
+    driver = SimpleNamespace(CudaLauncher=_NoGPU, TMA_DTYPE_DEVICE_TO_HOST=range(16))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(launcher, "_driver", lambda: driver)
+        assert len(launcher.kernel_of(launch, compiled).parameters) > 2
 
 
 @functools.lru_cache(maxsize=64)  # other dtypes and shapes may give the same kernel

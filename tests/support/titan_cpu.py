@@ -20,7 +20,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import schedules
@@ -45,10 +44,9 @@ def skip_without_torchtitan() -> None:
 def patch_torchtitan() -> None:
     """Let torchtitan 0.3.0 run on a CPU, with torch 2.13.
 
-    It takes "cuda" for the device where there is none, asks the device's module for memory and
-    names, which ``torch.cpu`` lacks, and calls ``torch.distributed.set_timeout``, which torch 2.13
-    lacks. FSDP2 multiplies gradients by one while it reduces them, which gloo cannot. It passes
-    microbatches to pipeline schedules, which torch 2.13's take whole.
+    It takes "cuda" for the device where there is none, and asks the device's module for memory and
+    names, which ``torch.cpu`` lacks. FSDP2 multiplies gradients by one while it reduces them, which
+    gloo cannot. It passes microbatches to pipeline schedules, which torch 2.13's take whole.
     """
     import torchtitan.tools.utils as utils
 
@@ -67,14 +65,14 @@ def patch_torchtitan() -> None:
         memory_stats=lambda device: {},
     )
     utils.device_type, utils.device_module = "cpu", device  # type: ignore[assignment]
-    if not hasattr(dist, "set_timeout"):
-        dist.set_timeout = lambda timeout, group=None: None  # type: ignore[attr-defined]
     with warnings.catch_warnings():  # of what torchtitan imports
         warnings.simplefilter("ignore")
         import torchtitan.distributed.fsdp as fsdp
         import torchtitan.models.deepseek_v3.config_registry
         import torchtitan.models.llama3.config_registry  # noqa: F401
         import torchtitan.trainer as trainer
+
+        import blocktensor.integrations.torchtitan  # noqa: F401  (defines set_timeout for all runs)
 
     trainer.time = types.SimpleNamespace(sleep=lambda seconds: None, perf_counter=time.perf_counter)
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, Recipe, functional
 from blocktensor.tensor.fp8_tensor import Generation
 from tests.support.compiling import afresh, assert_as_eager, graphs, instantiates
-from tests.support.models import SQUARE, complaint, linear, plain, randn
+from tests.support.models import SQUARE, complaint, in_a_layer, linear, plain, randn
 
 __all__ = ["afresh"]
 
@@ -80,7 +80,8 @@ def test_evaluation_has_the_bits_of_training(mode: Callable[[], Any]) -> None:
     trained = F.linear(X, w.bfloat16())
     with mode():
         for each in (w, fp32_weight()):  # in inference mode no write is counted
-            for y in (F.linear(X, each.bfloat16()), X @ each.bfloat16().t()):
+            by_matmul = in_a_layer(torch.matmul)(X, each.bfloat16().t())
+            for y in (F.linear(X, each.bfloat16()), by_matmul):
                 assert torch.equal(y, trained)
 
 

@@ -96,6 +96,26 @@ def test_a_weights_gradient_is_a_tensors() -> None:
     assert w.grad is None
 
 
+@pytest.mark.parametrize("strides", ["of the view", "of its own"])
+def test_a_transpose_takes_other_values(strides: str) -> None:
+    """As ``.data =`` gives them to a weight; the weight that it is a view of keeps its own."""
+    w = linear(N, K).weight
+    before, view, new = plain(w).clone(), w.detach().t(), randn(N, K, seed=5).t()
+    new = new if strides == "of the view" else new.contiguous()
+    view.data = new
+    assert torch.equal(plain(view), new)
+    assert torch.equal(plain(w), before)
+    other = BlockwiseFP8Weight(new.contiguous())
+    results = []
+    for weight in (view, other):
+        weight.requires_grad_()
+        x = randn(5, N, grad=True)
+        y = F.linear(x, weight) @ weight
+        y.backward(randn(5, N, seed=6))
+        results.append((y, x.grad, weight.grad))
+    assert all(map(torch.equal, *results))
+
+
 WRITES_FROM: dict[str, Callable[[Any, Any], Any]] = {
     "copy_": lambda to, of: to.copy_(of),
     "lerp_": lambda to, of: to.lerp_(of, 0.5),

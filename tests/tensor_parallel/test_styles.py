@@ -92,6 +92,22 @@ def test_a_copy_has_its_own_weights(mesh: DeviceMesh) -> None:
     assert (other(x) != y).any()
 
 
+@pytest.mark.parametrize("style", [ColwiseParallel, RowwiseParallel])
+@on_ranks(2, gpus=())
+def test_a_copy_has_its_own_gradients(mesh: DeviceMesh, style: Any) -> None:
+    """Also of a rank whose part begins inside a block."""
+    for recipe in (Recipe(), Recipe(wgrad_input="high_precision")):
+        model = plain(128, 128, True, BF16)
+        convert(model, recipe, skip_small=False)
+        parallelize_module(model, mesh, style())
+        model(drawn((32, 128 if style is ColwiseParallel else 64), BF16, 1)).sum().backward()
+        other = copy.deepcopy(model)
+        for p, q in zip(model.parameters(), other.parameters(), strict=True):
+            assert_same(local(q.grad), local(p.grad))
+            q.grad.mul_(2)
+            assert (local(q.grad) != local(p.grad)).any()
+
+
 @on_ranks(2, gpus=())
 def test_no_module_is_pickled(mesh: DeviceMesh) -> None:
     for style in (ColwiseParallel(), RowwiseParallel()):

@@ -20,7 +20,6 @@ from torch import Tensor
 from .. import checks
 from ..formats import BlockFormat, Quantized, ceil_div
 from ..op import op, runner
-from ..runtime.specialize import key_in_steps
 from ..scale_layouts import VECTOR_BYTES, columnwise_width, empty_columnwise, empty_quantized
 from .choose_backend import cast_backend
 from .producer import Forms, empty_forms
@@ -174,7 +173,6 @@ def _check_grouped(
     lambda x, _, *formats: cast_backend(x, *(f for f in formats if f is not None)),
     check=_check_grouped,
     formats=lambda x, _, *formats: formats,
-    key=key_in_steps,
 )
 def quantize_grouped(
     x: Tensor, offs: Tensor, rowwise: BlockFormat | None, columnwise: BlockFormat | None
@@ -219,6 +217,8 @@ def shard_amax(x: Tensor, format: BlockFormat, row: int, col: int) -> Tensor:
     lambda x, amax, format, *place: cast_backend(x, format),
     check=lambda x, amax, format, *place: _check(x, format, format.transposes),
 )
-def quantize_shard(x: Tensor, amax: Tensor, format: BlockFormat, row: int, col: int) -> Tensor:
+def quantize_shard(
+    x: Tensor, amax: Tensor, format: BlockFormat, row: int, col: int, own: Tensor | None = None
+) -> Tensor:
     """See :func:`blocktensor.ops.reference.quantize_shard`."""
     return torch.empty(x.shape, dtype=format.dtype, device=x.device)

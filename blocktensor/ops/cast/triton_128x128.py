@@ -18,13 +18,15 @@ from .numerics import divisor, is_wide, magnitude_bits, method_for, quotient, sc
 
 @triton.jit(do_not_specialize=["rows", "cols", "row", "col", "blocks_n", "blocks_k"])
 def block_kernel(
-    x_ptr, block_ptr, data_ptr, rows, cols, row, col, stride_e, stride_n, stride_k, out_ld,
-    block_stride_e, block_ld, blocks_n, blocks_k, MODE: tl.constexpr, EVEN_ROWS: tl.constexpr,
-    EVEN_COLS: tl.constexpr, WIDE: tl.constexpr, POWER_OF_TWO: tl.constexpr, METHOD: tl.constexpr,
+    x_ptr, block_ptr, data_ptr, own_ptr, rows, cols, row, col, stride_e, stride_n, stride_k, out_ld,
+    block_stride_e, block_ld, own_stride_e, own_ld, blocks_n, blocks_k, MODE: tl.constexpr,
+    EVEN_ROWS: tl.constexpr, EVEN_COLS: tl.constexpr, WIDE: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr, METHOD: tl.constexpr,
 ):  # fmt: skip
     # One program handles one block of one matrix of the stack. MODE "amax": it writes the amax of
-    # the block's elements in x. "shard": it casts them by the amax of the whole block. "whole": it
-    # casts the block by its own amax and writes the scale. EVEN_ROWS (EVEN_COLS): x begins and ends
+    # the block's elements in x. "shard": it casts them by the amax of the whole block. "checked":
+    # the same, or NaN if the amax of its elements is not the one at own_ptr. "whole": it casts the
+    # block by its own amax and writes the scale. EVEN_ROWS (EVEN_COLS): x begins and ends
     # at block boundaries, so that no mask depends on run-time values and loads stay wide.
     # out_ld = cols, a separate argument so that its divisibility by 16 is specialised.
     block = tl.program_id(0)
@@ -62,6 +64,11 @@ def block_kernel(
         amax = tl.load(place).to(tl.int32, bitcast=True) & 0x7FFFFFFF
     else:
         amax = tl.max(tl.max(magnitude_bits(x), 1), 0)
+    if MODE == "checked":
+        own = own_ptr + matrix * own_stride_e + block_n.to(tl.int64) * own_ld + block_k
+        same = amax == (tl.load(own).to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+        amax = tl.load(place).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        amax = tl.where(same, amax, 0x7FC00000)
     if MODE == "amax":
         tl.store(place, amax.to(tl.float32, bitcast=True))
     else:
@@ -86,18 +93,24 @@ def _plan(
     power_of_two: bool,
     row: int = 0,
     col: int = 0,
+    own: Tensor | None = None,
 ) -> Launch:
     # `blocks` has the amax or the scale of each block
     rows, cols = x.shape[-2:]
-    stride_e, block_stride_e = (x.stride(0), blocks.stride(0)) if x.ndim == 3 else (0, 0)
+    own = blocks if own is None else own
+    in_stack = x.ndim == 3
+    stride_e, block_stride_e, own_stride_e = (
+        t.stride(0) if in_stack else 0 for t in (x, blocks, own)
+    )
     blocks_n, blocks_k = num_blocks(row + rows), num_blocks(col + cols)
     even_cols = col == cols % BLOCK == 0
     wide_loads = even_cols and x.stride(-1) == 1
     return Launch(
         block_kernel,
-        ((x.shape[0] if x.ndim == 3 else 1) * blocks_n * blocks_k,),
-        (x, blocks, blocks if data is None else data, rows, cols, row, col, stride_e, x.stride(-2),
-         x.stride(-1), cols, block_stride_e, blocks.stride(-2), blocks_n, blocks_k),
+        ((x.shape[0] if in_stack else 1) * blocks_n * blocks_k,),
+        (x, blocks, blocks if data is None else data, own, rows, cols, row, col, stride_e,
+         x.stride(-2), x.stride(-1), cols, block_stride_e, blocks.stride(-2), own_stride_e,
+         own.stride(-2), blocks_n, blocks_k),
         {
             "MODE": mode,
             "EVEN_ROWS": row == rows % BLOCK == 0,
@@ -119,12 +132,19 @@ def plan_128x128(x: Tensor, out: Quantized) -> Launch:
 
 
 def plan_shard(
-    x: Tensor, amax: Tensor, data: Tensor | None, format: BlockFormat, row: int, col: int
+    x: Tensor,
+    amax: Tensor,
+    data: Tensor | None,
+    format: BlockFormat,
+    row: int,
+    col: int,
+    own: Tensor | None = None,
 ) -> Launch:
     """Plan the launch that casts ``x`` into ``data``, or without ``data`` writes ``amax``."""
     if data is None:
         return _plan("amax", x, amax, None, False, row, col)
-    return _plan("shard", x, amax, data, format.power_of_two, row, col)
+    mode = "shard" if own is None else "checked"
+    return _plan(mode, x, amax, data, format.power_of_two, row, col, own)
 
 
 def shard_amax(x: Tensor, format: BlockFormat, row: int, col: int) -> Tensor:
@@ -135,8 +155,10 @@ def shard_amax(x: Tensor, format: BlockFormat, row: int, col: int) -> Tensor:
     return amax
 
 
-def quantize_shard(x: Tensor, amax: Tensor, format: BlockFormat, row: int, col: int) -> Tensor:
+def quantize_shard(
+    x: Tensor, amax: Tensor, format: BlockFormat, row: int, col: int, own: Tensor | None = None
+) -> Tensor:
     """See :func:`blocktensor.ops.reference.quantize_shard`."""
     data = torch.empty(x.shape, dtype=format.dtype, device=x.device)
-    plan_shard(x, amax, data, format, row, col)()
+    plan_shard(x, amax, data, format, row, col, own)()
     return data

@@ -15,7 +15,6 @@ from torch import Tensor
 from .. import checks
 from ..formats import Quantized, group_columns, group_rows
 from ..op import op, runner
-from ..runtime.specialize import key_in_steps
 from .choose_backend import GroupedProblem, choose_grouped
 
 
@@ -78,7 +77,6 @@ def _decide_wgrad(
 @op(
     decide=_decide_gemm,
     check=_check,
-    key=key_in_steps,
     flops=lambda a, b, offs, bias, dtype, tokens: (
         2 * (a.data[0] if tokens is None else tokens) * b.data[1] * b.data[2]
     ),
@@ -102,7 +100,6 @@ def grouped_gemm(
 @op(
     decide=_decide_wgrad,
     check=_check_wgrad,
-    key=key_in_steps,
     flops=lambda a, b, offs, tokens, *_: 2 * tokens * a.data[0] * b.data[0],
 )
 def grouped_gemm_wgrad(

@@ -17,7 +17,6 @@ from ..cast.producer import Forms, empty_forms
 from ..formats import BLOCK, BlockFormat
 from ..op import op, runner
 from ..registry import Backend
-from ..runtime.specialize import key_in_steps
 from . import reference
 from .choose_backend import producer_backend
 
@@ -44,7 +43,6 @@ def _backend(
     lambda gate, up, _, row, col, offs: _backend(row, col, gate, up),
     check=lambda gate, up, _, row, col, offs: _check(row, offs, gate, up),
     formats=lambda gate, up, _, row, col, offs: (row, col),
-    key=key_in_steps,
 )
 def gated(
     gate: Tensor,
@@ -82,7 +80,6 @@ def gated(
     formats=lambda grad, gate, up, _, row, col, offs, of_up: (
         (row, col), (row, col) if of_up else (None, None),
     ),
-    key=key_in_steps,
 )  # fmt: skip
 def gated_backward(
     grad: Tensor,
@@ -132,7 +129,6 @@ def _decide_joint(
     decide=_decide_joint,
     check=lambda grad, gate_up, _, row, col, offs: _check(row, offs, grad, *gate_up.chunk(2, -1)),
     formats=lambda grad, gate_up, _, row, col, offs: (row, col),
-    key=key_in_steps,
 )
 def joint_gated_backward(
     grad: Tensor,

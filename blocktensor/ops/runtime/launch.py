@@ -60,7 +60,7 @@ class Launch(NamedTuple):
         """Launch on the current stream of the arguments' device; an empty grid launches nothing.
 
         This is Triton's own launch, some 45 us of host time, since it binds and specialises every
-        argument again. ``replay.py`` repeats launches in less time.
+        argument again. ``player.cpp`` repeats launches in less time.
 
         Raises:
             RuntimeError: Triton cannot compile the kernel for this GPU.

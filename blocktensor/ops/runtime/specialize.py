@@ -3,11 +3,12 @@
 The checks of an op, its backend and its launches depend on shapes, strides, dtypes, alignment and
 device, never on values. A :class:`Specialized` function decides them at the first call of a kind
 and finds the decision under one key afterwards. Where the decision is a sequence of launches,
-``replay.py`` records and repeats it.
+``record.py`` records it and ``player.cpp`` repeats it.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from torch.compiler import is_compiling
 
 from ..devices import has_triton
 from ..formats import Quantized, group_rows
+from . import build_player, check_recordings
 from .launch import this_thread
 
 GEMM_VARIABLE = "BLOCKTENSOR_GEMM"
@@ -31,7 +33,6 @@ PLAIN = (Tensor, nn.Parameter)
 """Types of tensors that have memory: neither fake nor wrappers."""
 
 Result = TypeVar("Result")
-KeyOf = Callable[[tuple[Any, ...]], Hashable]
 
 # The dictionary of os.environ, if it has one: a read through os.environ takes a microsecond.
 _environment: Any = getattr(os.environ, "_data", os.environ)
@@ -55,7 +56,11 @@ def must_dispatch(x: Tensor) -> bool:
 
 
 def key_of(args: tuple[Any, ...]) -> Hashable:
-    """Return the layouts of all tensors and casts, and all other arguments.
+    """Return the layouts of all tensors, in casts and tuples too, and all other arguments.
+
+    A layout is all that a decision may depend on: sizes, strides, dtype, the address modulo 16 and
+    the device. Rows in groups, which an int32 vector of ends says, count in whole steps
+    (:func:`_key_of_groups`).
 
     Written for host time: every eager op builds one key.
     """
@@ -68,52 +73,125 @@ def key_of(args: tuple[Any, ...]) -> Hashable:
             key += (scale.shape, scale.stride(), scale.dtype, scale.data_ptr() & 15, scale.device)
             key.append(format)
         elif kind in PLAIN or isinstance(x, Tensor):
-            key += (x.shape, x.stride(), x.dtype, x.data_ptr() & 15, x.device)
+            dtype = x.dtype
+            if dtype is _ENDS:
+                return _key_of_groups(args)
+            key += (x.shape, x.stride(), dtype, x.data_ptr() & 15, x.device)
+        elif kind is tuple:
+            key.append(key_of(x))
         else:
             key.append(x)
     return tuple(key)
 
 
-def key_in_steps(args: tuple[Any, ...]) -> Hashable:
-    """Return :func:`key_of`, with the number of rows in groups rounded up to whole steps.
+_ENDS = torch.int32
+"""The dtype of the ends of groups, and of no other argument of an op."""
 
-    Matrices have that number of rows if there is also a vector, the ends of the groups. After a
-    :class:`Quantized` as the first argument, an integer is the number.
+
+def _key_of_groups(args: tuple[Any, ...]) -> Hashable:
+    """Return :func:`key_of` for rows in groups, whose number is rounded up to whole steps.
+
+    The number of rows is that of the first argument or, if it is no tensor, the first integer.
+    Matrices in high precision have exactly as many; casts already have whole steps of rows.
     """
-    if type(args[0]) is Quantized:
-        return key_of(tuple([group_rows(x) if type(x) is int else x for x in args]))
-    key: list[Any] = []
-    rows, in_groups = sum(args[0].shape[:1]), False
+    if isinstance(args[0], Tensor):
+        rows = sum(args[0].shape[:1])  # a number has none
+    else:
+        rows = next((x for x in args if type(x) is int), -1)
+    key: list[Any] = [group_rows(rows)]
     for x in args:
         if isinstance(x, Tensor):
-            in_groups |= x.ndim == 1
-            size = (x.shape[0] - rows, x.shape[1]) if x.ndim == 2 else x.shape
+            size: Any = x.shape
+            if x.ndim == 2 and size[0] == rows:
+                size = "rows", size[1]
             key += (size, x.stride(), x.dtype, x.data_ptr() & 15, x.device)
+        elif type(x) is int and x == rows:
+            key.append("rows")
         else:
-            key.append(x)
-    return group_rows(rows) if in_groups else rows, *key
+            key.append(key_of((x,)))
+    return tuple(key)
 
 
-class Specialized(Generic[Result]):
+class Decisions(Generic[Result]):
+    """Decisions by their keys, at most ``MAX_KEYS`` of them."""
+
+    __slots__ = ("_found",)
+
+    def __init__(self) -> None:
+        self._found: dict[Hashable, Result] = {}
+
+    def get(self, key: Hashable) -> Result | None:
+        """Return the decision with this key, if there is one."""
+        return self._found.get((key, _environment.get(_VARIABLE)))
+
+    def put(self, key: Hashable, decision: Result) -> Result:
+        """Remember a decision, in place of the oldest one if there are many, and return it."""
+        while len(self._found) >= MAX_KEYS:
+            self._found.pop(next(iter(tuple(self._found)), None), None)
+        self._found[key, _environment.get(_VARIABLE)] = decision
+        return decision
+
+    def forget(self) -> None:
+        """Forget all decisions."""
+        self._found.clear()
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+
+class _PlainTable:
+    """What ``Table`` of ``player.cpp`` does, where nothing is repeated: on a CPU, say."""
+
+    __slots__ = ("_decisions", "_miss")
+
+    def __init__(self, miss: Callable[..., Any]) -> None:
+        self._miss, self._decisions = miss, Decisions[Callable[..., Any]]()
+
+    def __call__(self, *args: Any) -> Any:
+        return (self._decisions.get(key_of(args)) or self._miss)(*args)
+
+    def put(self, args: tuple[Any, ...], function: Callable[..., Any]) -> None:
+        self._decisions.put(key_of(args), function)
+
+    def forget(self) -> None:
+        self._decisions.forget()
+
+    def __len__(self) -> int:
+        return len(self._decisions)
+
+
+class Recorded:
+    """A function that only allocates and launches kernels, so that its calls can be repeated."""
+
+    __slots__ = ("function",)
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+
+    def __call__(self, *args: Any) -> Any:
+        """Run the function."""
+        return self.function(*args)
+
+
+class Specialized:
     """A function that is decided once for each kind of arguments.
 
     Args:
         decide: takes the arguments of a call, returns the function that runs calls of its kind. An
-            exception reaches the caller, and nothing is remembered.
+            exception reaches the caller, and nothing is remembered. The first call of a function
+            that is :class:`Recorded` is recorded, and later ones repeat it.
         dispatch: called instead if the first argument must go through the dispatcher.
-        key: returns the part of the arguments that ``decide`` and its result may depend on. They
-            may also depend on ``BLOCKTENSOR_GEMM``.
+
+    Decisions may depend on :func:`key_of` the arguments and on ``BLOCKTENSOR_GEMM``.
 
     Threads may share one: two that meet a new kind together both decide, and either result serves.
     """
 
-    __slots__ = ("_decide", "_dispatch", "_key", "_table")
+    __slots__ = ("_decide", "_dispatch", "_table")
 
-    def __init__(
-        self, decide: Callable[..., Result], dispatch: Any = None, key: KeyOf = key_of
-    ) -> None:
-        self._decide, self._dispatch, self._key = decide, dispatch, key
-        self._table: dict[Hashable, Result] = {}
+    def __init__(self, decide: Callable[..., Any], dispatch: Any = None) -> None:
+        self._decide, self._dispatch = decide, dispatch
+        self._table: Any = _PlainTable(self._first)
 
     def __call__(self, *args: Any) -> Any:
         """Run the function."""
@@ -122,10 +200,9 @@ class Specialized(Generic[Result]):
             if self._dispatch is None or this_thread.launches is not None:
                 return self.run(*args)
             return self._dispatch(*args)
-        if this_thread.watch is not None:
+        if this_thread.watch is not None or this_thread.launches is not None:
             return self.run(*args)
-        run: Any = self._table.get((self._key(args), _environment.get(_VARIABLE)))
-        return self.run(*args) if run is None else run(*args)
+        return self._table(*args)
 
     def run(self, *args: Any) -> Any:
         """Run the function outside the dispatcher; plainly, as a part of what is being recorded."""
@@ -133,27 +210,36 @@ class Specialized(Generic[Result]):
             with watching(None) as watch:  # not the ops that this one runs
                 watch(self, args)
                 return self.run(*args)
-        run: Any = (self.find if this_thread.launches is None else self._decide)(*args)
-        return run(*args)
+        if this_thread.launches is not None:
+            return self._decide(*args)(*args)
+        return self._table(*args)
 
-    def find(self, *args: Any) -> Result:
-        """Return the decision for calls like this one."""
-        return self.find_by(self._key(args), *args)
+    def _first(self, *args: Any) -> Any:
+        """Decide, run the call, and remember how calls like it run."""
+        function = self._decide(*args)
+        if not isinstance(function, Recorded):
+            self._table.put(args, function)
+            return function(*args)
+        player = build_player.player()
+        if player is None:
+            self._table.put(args, function.function)
+            return function(*args)
+        if isinstance(self._table, _PlainTable):
+            self._table = player.Table(self._first, MAX_KEYS)
+        from .record import record  # needs Triton
 
-    def find_by(self, key: Hashable, *args: Any) -> Result:
-        """Run :meth:`find` with a key that says as much of ``args`` as the decision depends on."""
-        key = key, _environment.get(_VARIABLE)
-        found = self._table.get(key)
-        if found is None:
-            found = self._decide(*args)
-            while len(self._table) >= MAX_KEYS:
-                self._table.pop(next(iter(tuple(self._table)), None), None)
-            self._table[key] = found
-        return found
+        result, recording = record(function.function, args, player)
+        if check_recordings.ENABLED and isinstance(recording, player.Recording):
+            recording = check_recordings.checked(function.function, recording)
+        if isinstance(recording, player.Recording):
+            self._table.put(args, function.function, recording)
+        elif recording is not None:
+            self._table.put(args, recording)
+        return result
 
     def forget(self) -> None:
         """Decide anew for every kind."""
-        self._table.clear()
+        self._table.forget()
 
     def __len__(self) -> int:
         return len(self._table)
@@ -172,13 +258,31 @@ def watching(watch: Callable[..., None] | None) -> Iterator[Any]:
         this_thread.watch = outer
 
 
+SEQUENCES: list[Specialized] = []
+"""The recordings of every sequence."""
+
+
+def sequence(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a function that calls several ops: record it once for calls of one kind.
+
+    The kind is :func:`key_of` all arguments. While ops are watched or must go through the
+    dispatcher, the function itself runs.
+    """
+    table = Specialized(lambda *args: recorded(function), function)
+    SEQUENCES.append(table)
+
+    @functools.wraps(function)
+    def run(*args: Any) -> Any:
+        return (table if this_thread.watch is None else function)(*args)
+
+    return run
+
+
 def recorded(function: Callable[..., Any], launches: bool = True) -> Callable[..., Any]:
     """Record the launches of ``function`` once for calls of one kind, then repeat them.
 
-    Unchanged unless it only allocates and ``launches`` Triton kernels (``replay.py``).
+    Unchanged unless it only allocates and ``launches`` Triton kernels (``record.py``).
     """
     if not launches or this_thread.launches is not None or not has_triton():
         return function  # it may be a part of what is being recorded
-    from .replay import Replay  # needs Triton
-
-    return Replay(function)
+    return Recorded(function)

@@ -1,8 +1,8 @@
-"""The block amaxes of all sharded weights of a model, on every rank, by one all-reduce a forward.
+"""The block amaxes of sharded weights, on every rank: one all-reduce a forward for all weights.
 
 A 128x128 block may lie on several ranks. Each rank writes the amax of its share of every block into
-a flat table; the maximum over the ranks is the amax of the whole weights. Every rank's cast and the
-gathered weight use the scales of this table, which are therefore not gathered.
+a flat tensor; the maximum over the ranks is the amax of the whole weights. Every rank's cast and
+the gathered weight use the scales of these amaxes, which are therefore not gathered.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import math
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -59,27 +58,116 @@ class ShardSlice:
 
     @property
     def entries(self) -> int:
-        """Return the entries of a flat table that the weight takes; rows of scales are padded."""
+        """Return the entries of a flat tensor that the weight takes; rows of scales are padded."""
         *rows, cols = self.format.scale_shape(self.shape)
         return math.prod(rows) * pad4(cols)
 
     def of(self, flat: Tensor, first: int) -> Tensor:
-        """View the weight's entries of a flat table, from ``first`` on, without the padding."""
+        """View the weight's entries of a flat tensor, from ``first`` on, without the padding."""
         *rows, cols = self.format.scale_shape(self.shape)
         return flat[first : first + self.entries].view((*rows, pad4(cols)))[..., :cols]
 
 
-class AmaxTable:
-    """The amaxes and scales of sharded weights, the same on all ranks of a group.
+class View(NamedTuple):
+    """A view of a flat tensor, to be made again of others: one op takes a third of the time."""
 
-    The table is refreshed in every forward, because PyTorch does not count every write. All ranks
-    decide alike when to, from what they run and not from what they hold.
+    shape: torch.Size
+    strides: tuple[int, ...]
+    first: int
+
+    @classmethod
+    def like(cls, view: Tensor) -> View:
+        """Return the view that ``view`` is of the tensor below it."""
+        return cls(view.shape, view.stride(), int(view.storage_offset()))
+
+    def of(self, flat: Tensor) -> Tensor:
+        """View ``flat``."""
+        return flat.as_strided(*self)
+
+
+class Layout:
+    """Where the blocks of weights lie in a flat tensor.
+
+    Attributes:
+        size: of the tensor.
+        formats: the slice of each format, whose weights lie side by side: their scales are computed
+            at once.
+        own: of each weight, the view of the blocks that this rank's rows lie in.
+        whole: of each weight, the view of all its blocks.
     """
 
-    def __init__(self, weights: Sequence[ShardedParam], *, alone: bool) -> None:
-        """Lay out a table for ``weights`` of one group, given in one order on all ranks.
+    def __init__(self, slices: Sequence[ShardSlice], shards: Sequence[Tensor]) -> None:
+        """Lay out weights, of which this rank holds ``shards``."""
+        starts, self.size = [0] * len(slices), 0
+        self.formats: dict[BlockFormat, slice] = {}
+        for index in sorted(range(len(slices)), key=lambda i: slices[i].format.name):
+            part = slices[index]
+            starts[index], self.size = self.size, self.size + part.entries
+            first = self.formats.get(part.format, slice(starts[index], None)).start
+            self.formats[part.format] = slice(first, self.size)
+        flat = torch.empty(self.size, dtype=torch.float32, device="meta")
+        whole = [part.of(flat, first) for part, first in zip(slices, starts, strict=True)]
+        own = [part.blocks(x, y) for part, x, y in zip(slices, whole, shards, strict=True)]
+        self.whole, self.own = [View.like(x) for x in whole], [View.like(x) for x in own]
 
-        ``alone``: True if further weights of the same root may be found later.
+
+class Reduction:
+    """The flat tensors of one reduction. Nobody writes to them again.
+
+    So a gather that is on its way has the scales of its bytes, whatever was reduced since.
+    """
+
+    def __init__(self, *flat: Tensor) -> None:
+        self._flat = flat
+        self._streams: set[Any] = set()
+
+    def used_here(self) -> None:
+        """Keep the memory until work that the current stream has by now is done."""
+        if not self._flat[0].is_cuda:
+            return
+        stream = torch.cuda.current_stream(self._flat[0].device)
+        if stream not in self._streams:
+            self._streams.add(stream)
+            for flat in self._flat:
+                flat.record_stream(stream)
+
+
+class Reduced(NamedTuple):
+    """What this rank knows of the blocks of one weight.
+
+    Attributes:
+        own: the amaxes of its rows in the blocks that they lie in.
+        amax: of these blocks.
+        scale: of all blocks.
+        changes: how often its rows had changed when they were read; None if all this is NaN.
+        reduction: the flat tensors.
+    """
+
+    own: Tensor
+    amax: Tensor
+    scale: Tensor
+    changes: int | None
+    reduction: Reduction
+
+
+class AmaxTable:
+    """The latest :class:`Reduced` of weights that one group of ranks shards under one root.
+
+    It alone decides when amaxes are reduced, and whether those of a weight are of its rows as they
+    are now. All ranks must reduce together. So they decide by what they run, which is the same on
+    all of them, and not by what they hold: a rank's rows may be written on that rank alone, and
+    PyTorch does not count every write.
+    """
+
+    def __init__(
+        self, weights: Sequence[ShardedParam], known: Sequence[Reduced | None], *, alone: bool
+    ) -> None:
+        """Begin a table for ``weights``, given in one order on all ranks.
+
+        Args:
+            weights: of one group of ranks.
+            known: what another table knew of each.
+            alone: True if further weights of the same root may be found later.
         """
         self.weights, self.alone, self.reductions = tuple(weights), alone, 0
         shards = [_shard_of(weight) for weight in weights]
@@ -87,74 +175,141 @@ class AmaxTable:
             ShardSlice(w.shape, w.dim, w.start, shard.recipe.weight_format)
             for w, shard in zip(weights, shards, strict=True)
         ]
-        self._forward = -1  # the forward of the last refresh
-        self._fresh: set[int] = set()  # weights that were not gathered since
-        self._seen: list[int | None] = [None] * len(weights)  # their changes at the last refresh
-        # weights of one format lie side by side, so that their scales are computed at once
-        starts, size = [0] * len(weights), 0
-        self._formats: dict[BlockFormat, slice] = {}
-        for index in sorted(range(len(weights)), key=lambda i: self.slices[i].format.name):
-            part = self.slices[index]
-            starts[index], size = size, size + part.entries
-            first = self._formats.get(part.format, slice(starts[index], None)).start
-            self._formats[part.format] = slice(first, size)
-        self._flat = torch.zeros(size, dtype=torch.float32, device=weights[0].device)
-        self._scales = torch.ones_like(self._flat)
-        # views are made once: every gather reads some, and a view takes as long as a launch
-        amaxes = map(ShardSlice.of, self.slices, repeat(self._flat), starts)
-        self._amaxes = list(map(ShardSlice.blocks, self.slices, amaxes, shards))  # of its rows
-        self.scales = list(map(ShardSlice.of, self.slices, repeat(self._scales), starts))
+        self._reduced = list(known)
+        self._all = tuple(range(len(weights)))
+        together: dict[int, list[int]] = {}
+        for index, weight in enumerate(weights):
+            together.setdefault(weight.gathered_with, []).append(index)
+        self._together = {i: tuple(some) for some in together.values() for i in some}
+        self._layouts = {
+            some: Layout([self.slices[i] for i in some], [shards[i] for i in some])
+            for some in {self._all, *self._together.values()}
+        }
+        self._forward = -1  # the forward of the last reduction of all
+        self._gathered: set[int] = set()  # weights that were gathered since
+        self._prepared: set[int] = set()  # weights of the gather that runs, not yet asked for
+        self._written: set[int] = set()  # weights that forwards write before they gather them
 
-    def cast(self, index: int, rows: Tensor) -> Tensor:
-        """Cast this rank's rows of a weight by the scales of the whole: e4m3."""
+    def prepare_gather(self, index: int) -> Reduced:
+        """Return what the ranks know of a weight's rows as they are now.
+
+        FSDP asks for all weights of its group, one after another; the first request decides for
+        all. FSDP gathers
+
+        - for a forward: the first gather of a forward reduces the amaxes of all weights, and so
+          does one of weights that were gathered in this forward before;
+        - because somebody calls ``unshard()``: the amaxes of its weights are reduced, since nobody
+          knows who has written to them;
+        - for a backward: nothing is reduced. The backward raises if it uses other values than its
+          forward did, and FSDP also gathers ahead what no backward uses. Rows that have changed
+          since they were reduced become NaN, so that no rank computes with what saturates.
+        """
+        if self.weights[index].in_backward():
+            return self._in_backward(index)
+        if index not in self._prepared:
+            self._prepare(self._together[index])
+        self._prepared.discard(index)
+        reduced = self._reduced[index]
+        assert reduced is not None
+        return reduced
+
+    def cast(self, index: int, rows: Tensor, reduced: Reduced) -> Tensor:
+        """Cast this rank's rows of a weight by the scales of the whole: e4m3.
+
+        Blocks become NaN if rows have changed since they were reduced, but for changes that leave
+        the scales as they are: so all ranks see changes that nobody counts.
+        """
         part = self.slices[index]
         if not rows.numel():
             return torch.empty(rows.shape, dtype=part.format.dtype, device=rows.device)
-        return quantize_shard(rows, self._amaxes[index], part.format, *part.offsets)
+        reduced.reduction.used_here()
+        return quantize_shard(rows, reduced.amax, part.format, *part.offsets, reduced.own)
 
-    def prepare_gather(self, index: int) -> bool:
-        """Make the amaxes of a weight those of its rows as they are in this forward.
+    def known(self, index: int) -> Reduced | None:
+        """Return the latest of a weight; None if its amaxes were never reduced."""
+        return self._reduced[index]
 
-        A gather for a backward changes nothing: the backward raises if it uses other values than
-        its forward did (``saved_weight.py``), and FSDP also gathers ahead what no backward uses.
+    def _in_backward(self, index: int) -> Reduced:
+        """Return what was reduced of the present rows, or NaN."""
+        reduced = self._reduced[index]
+        if reduced is not None and self._is_of_present_rows(index):
+            return reduced
+        layout = self._layouts[self._all]
+        nan = torch.full((layout.size,), math.nan, device=self.weights[index].device)
+        views = (layout.own[index].of(nan),) * 2, layout.whole[index].of(nan)
+        return Reduced(*views[0], views[1], None, Reduction(nan))
 
-        Returns:
-            Whether the amaxes are those of other rows.
+    def _prepare(self, together: tuple[int, ...]) -> None:
+        """Reduce what a gather of these weights needs."""
+        self._prepared.clear()
+        first = self.weights[together[0]]
+        forward = first.forwards()
+        if not first.in_forward():
+            self._reduce(together)
+        elif forward != self._forward or not self._gathered.isdisjoint(together):
+            self._reduce(self._all)
+            self._forward = forward
+            self._gathered.clear()
+        elif self._are_written_in_forwards(together):
+            self._reduce(together)
+        self._gathered.update(together)
+        self._prepared.update(together)
+
+    def _are_written_in_forwards(self, together: tuple[int, ...]) -> bool:
+        """Return True if forwards write to weights before they gather them.
+
+        A rank notices that by its own counters, with which it must not decide alone: the ranks
+        agree on it, once for each weight.
         """
-        weight = self.weights[index]
-        if weight.in_backward():
-            return self._seen[index] != weight.changes()
-        forward = weight.forwards()
-        if forward != self._forward or index not in self._fresh:
-            self.refresh()
-            self._forward, self._fresh = forward, set(range(len(self.weights)))
-        self._fresh.discard(index)
-        return False
+        found = {i for i in together if not self._is_of_present_rows(i)} - self._written
+        if found:
+            first = self.weights[together[0]]
+            if first.ranks > 1:
+                agree(
+                    "FP8 weights that a forward writes to before it gathers them",
+                    [self.weights[i].name for i in sorted(found)],
+                    first.group,
+                    "write to the shards on all ranks, or before the forward",
+                )
+            self._written |= found
+        return not self._written.isdisjoint(together)
 
-    def refresh(self) -> None:
-        """Recompute the table with one all-reduce of 4 bytes a block."""
-        self._seen = [weight.changes() for weight in self.weights]
-        self._flat.zero_()
+    def _is_of_present_rows(self, index: int) -> bool:
+        """Return True if a weight has not changed since it was reduced, as far as one can know."""
+        reduced = self._reduced[index]
+        return reduced is not None and reduced.changes == self.weights[index].changes()
+
+    def _reduce(self, some: tuple[int, ...]) -> None:
+        """Reduce the amaxes of weights, with one all-reduce of 4 bytes a block."""
+        weights, layout = [self.weights[i] for i in some], self._layouts[some]
+        changes = [weight.changes() for weight in weights]
+        first = weights[0]
+        mine = torch.zeros(layout.size, dtype=torch.float32, device=first.device)
+        own = [view.of(mine) for view in layout.own]
         targets, sources = [], []
-        for index, part in enumerate(self.slices):
-            rows = self._rows(index)
-            if rows is not None and rows.numel():
-                targets.append(self._amaxes[index])
-                amax = shard_amax(rows, part.format, *part.offsets)
-                sources.append(amax.to(self._flat.device))
+        for index, weight, target in zip(some, weights, own, strict=True):
+            shard, part = _shard_of(weight), self.slices[index]
+            if shard is not None and shard.master.numel():
+                targets.append(target)
+                amax = shard_amax(shard.master, part.format, *part.offsets)
+                sources.append(amax.to(mine.device))
         if targets:
             torch._foreach_copy_(targets, sources)
-        # as integers, magnitudes keep their order, with NaN above Inf
-        dist.all_reduce(self._flat.view(torch.int32), dist.ReduceOp.MAX, self.weights[0].group)
+        flat = mine
+        if first.ranks > 1:
+            flat = mine.clone()
+            # as integers, magnitudes keep their order, with NaN above Inf
+            dist.all_reduce(flat.view(torch.int32), dist.ReduceOp.MAX, first.group)
         self.reductions += 1
-        for format, where in self._formats.items():
-            self._scales[where].copy_(scale_from_amax(self._flat[where], format))
-
-    def _rows(self, index: int) -> Tensor | None:
-        """Return the present high-precision rows of a weight; None once they are freed."""
-        weight = self.weights[index]
-        shard = _shard_of(weight)
-        return None if shard is None else shard.master
+        scales = torch.empty_like(flat)
+        for format, where in layout.formats.items():
+            scales[where].copy_(scale_from_amax(flat[where], format))
+        reduction = Reduction(mine, flat, scales)
+        for i, part_of_mine, count, here, whole in zip(
+            some, own, changes, layout.own, layout.whole, strict=True
+        ):
+            views = part_of_mine, here.of(flat), whole.of(scales)
+            self._reduced[i] = Reduced(*views, count, reduction)
 
 
 class Place(NamedTuple):
@@ -210,7 +365,12 @@ def _build(weights: Sequence[ShardedParam], alone: bool) -> None:
         for weight, recipe in zip(weights, recipes, strict=True)
     ]
     agree("sharded FP8 weights", lines, weights[0].group)
-    table = AmaxTable(weights, alone=alone)
+    places = [_PLACES.get(weight.owner()) for weight in weights]
+    known = [
+        None if place is None or place.recipe != recipe else place.table.known(place.slot)
+        for place, recipe in zip(places, recipes, strict=True)
+    ]
+    table = AmaxTable(weights, known, alone=alone)
     for slot, (weight, recipe) in enumerate(zip(weights, recipes, strict=True)):
         weight.track()
         _PLACES[weight.owner()] = Place(table, slot, recipe)

@@ -23,7 +23,8 @@ class ShardedParam:
         name: in the root module.
         shape: of the whole parameter.
         dim, start: this rank holds a part from index ``start`` on along ``dim``.
-        group: the ranks that hold the parts.
+        ranks: how many hold the parts; 1 if each rank holds the whole parameter.
+        group: these ranks, or those that hold the whole parameter.
         device: where it is gathered.
         owner: a weak reference to FSDP's object for the parameter, which outlives the tensors.
     """
@@ -45,6 +46,7 @@ class ShardedParam:
         # replicate() is FSDP2 with nothing sharded
         is_sharded = hasattr(info, "shard_process_group")
         rank, ranks = (info.shard_mesh_rank, info.shard_mesh_size) if is_sharded else (0, 1)
+        self.ranks: int = ranks
         self.group: torch.distributed.ProcessGroup = (
             info.shard_process_group if is_sharded else info.replicate_process_group
         )
@@ -89,11 +91,23 @@ class ShardedParam:
         context = self._context()
         return 0 if context is None else context.forwards
 
+    @property
+    def gathered_with(self) -> int:
+        """A number that parameters have in common if FSDP gathers them together."""
+        return id(self._group())
+
+    def in_forward(self) -> bool:
+        """Return True while FSDP gathers for a forward: not because of ``unshard()``."""
+        return self._state() == "FORWARD"
+
     def in_backward(self) -> bool:
         """Return True while FSDP gathers for a backward."""
         # a backward that raised leaves its state; no task of autograd runs then
-        group = self._group() if torch._C._current_graph_task_id() != -1 else None
-        return group is not None and group._training_state.name in ("PRE_BACKWARD", "POST_BACKWARD")
+        return torch._C._current_graph_task_id() != -1 and self._state() == "PRE_BACKWARD"
+
+    def _state(self) -> str | None:
+        group = self._group()
+        return None if group is None else group._training_state.name
 
 
 def sharded_with(owner: Any) -> tuple[list[ShardedParam], bool]:

@@ -39,7 +39,7 @@ from ...recipe import Recipe
 from ...tensor.base import FP8Base, MasterBase
 from ...tensor.fp8_tensor import BlockwiseFP8Tensor, Generation
 from ..dtensor import local_of
-from .amax_table import place_of
+from .amax_table import Reduced, place_of
 from .fsdp_internals import owner_of
 
 
@@ -48,13 +48,13 @@ class Sent(NamedTuple):
 
     Attributes:
         shape, scale, recipe: of the whole weight.
-        generation: of a trainable weight, what its :class:`Generation` becomes.
+        reduced: what a trainable weight is cast by; None of a frozen one.
     """
 
     shape: torch.Size
     scale: Tensor
     recipe: Recipe
-    generation: tuple[object, bool] | None = None
+    reduced: Reduced | None = None
 
 
 Inputs = tuple[tuple[Tensor, ...], Sent]
@@ -93,31 +93,35 @@ class GatheredInFP8(FP8Base):
         """Return an FP8 weight that views the gathered bytes, or update an earlier one, ``out``.
 
         A trainable weight has scales of its own, which change with its bytes: graphs save both.
-        FSDP gathers the bytes again into the same memory, uncounted; so are the scales written. A
-        backward compares the generation with that of its forward.
+        FSDP gathers the bytes again into the same memory, uncounted; so are the scales written. The
+        generation says which values these are.
         """
-        (gathered,), (shape, scale, recipe, generation) = all_gather_outputs, metadata
+        if torch.is_inference_mode_enabled():  # a forward for training may find it gathered
+            with torch.inference_mode(False):
+                return self.fsdp_post_all_gather(all_gather_outputs, metadata, param_dtype, out=out)
+        (gathered,), (shape, scale, recipe, reduced) = all_gather_outputs, metadata
         local = local_of(out)  # FSDP wraps weights that tensor parallelism has cut
         weight: Any = out if local is None else local
         is_first = weight is None
         format = recipe.weight_format
         data = gathered.view(-1)[: shape.numel()].view(shape).view(format.dtype)
-        if generation is not None:
+        if reduced is not None:
             device = scale.device
             own = empty_scale(shape, format, device) if is_first else weight.rowwise_scale
+            reduced.reduction.used_here()
             own.data.copy_(scale)
             scale = own
         if is_first:
             form = Quantized(data, scale, format)
             weight = BlockwiseFP8Tensor(form, None, shape=shape, dtype=param_dtype, recipe=recipe)
-            weight.generation = None if generation is None else Generation()
+            weight.generation = None if reduced is None else Generation()
         else:
             weight.rowwise_data, weight.rowwise_scale = data, scale
             # those of the first gather, unless a load has assigned a shard with others
             weight.recipe, weight.rowwise_format = recipe, format
             weight.columnwise_format = format
-        if generation is not None:
-            weight.generation.of, weight.generation.is_stale = generation
+        if reduced is not None:
+            weight.generation.version = reduced.changes
         return (weight, ()) if is_first else None
 
 
@@ -147,10 +151,9 @@ class GatheredTrainable(GatheredInFP8, MasterBase):
         table, index, _ = place
         weight = table.weights[index]
         checks.high_precision(self.master, f"the sharded FP8 weight {weight.name!r}")
-        is_stale = table.prepare_gather(index)
-        sent = padded(table.cast(index, self.master), weight.dim, outer_size, mesh)
-        generation = weight.changes(), is_stale
-        return (sent,), Sent(outer_size, table.scales[index], self.recipe, generation)
+        reduced = table.prepare_gather(index)
+        sent = padded(table.cast(index, self.master, reduced), weight.dim, outer_size, mesh)
+        return (sent,), Sent(outer_size, reduced.scale, self.recipe, reduced)
 
     # FSDP inspects it at every gather of every weight; so it is found without work
     _cast_rows.__signature__ = inspect.signature(_cast_rows)  # type: ignore[attr-defined]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...ops import checks
 from ...ops.formats import Quantized
-from ...ops.scale_layouts import copy_data_, empty_quantized
+from ...ops.scale_layouts import copy_data_, empty_quantized, laid_out
 from ..base import implements, only_dtype, view_of_its_kind
 from ..compat.callers import converts_a_model
 from ..compat.sent_frozen import Bucket
@@ -77,14 +77,49 @@ def _reshape(func: Any, x: BlockwiseFP8Tensor, size: list[int]) -> Tensor:
     shape = _infer(list(size), x)
     if x.format.transposes and len(shape) == 1:
         return Bucket.of(x)  # as DDP sends it to other ranks
-    leading_only = x.format.rows == 1 and x.is_contiguous() and shape[-1:] == [x.shape[-1]]
-    if shape != list(x.shape) and not leading_only:
+    if shape == list(x.shape):
+        return x.relabel()
+    if x.format.transposes:
+        return _restacked(x, shape)
+    if not x.is_contiguous() or shape[-1:] != [x.shape[-1]]:
         raise NotImplementedError(
             f"cannot view a BlockwiseFP8Tensor {list(x.shape)} in blocks of {x.block_shape} as "
             f"{list(size)}: only the leading dimensions of 1x128 blocks can change, the last one "
             f"holds the blocks; call .dequantize() first"
         )
     return x.relabel(shape=shape)
+
+
+@implements(ATEN_OPS, aten.unsqueeze.default)
+@view_of_its_kind
+def _unsqueeze(func: Any, x: BlockwiseFP8Tensor, dim: int) -> Tensor:
+    if dim not in (0, -x.ndim - 1):
+        refuse(func)
+    return _reshape(func, x, [1, *x.shape])
+
+
+def _restacked(x: BlockwiseFP8Tensor, shape: list[int]) -> BlockwiseFP8Tensor:
+    """View the rows of a weight as other matrices, all of which begin where blocks begin."""
+    block = x.format.rows
+    cuts = [s[-2] for s in (list(x.shape), shape) if len(s) == 3 and s[0] != 1]
+    keeps_columns = len(shape) in (2, 3) and shape[-1] == x.shape[-1]
+    if not keeps_columns or any(rows % block for rows in cuts):
+        raise NotImplementedError(
+            f"cannot view an FP8 weight {list(x.shape)} without a master, in blocks of "
+            f"{x.block_shape}, as {shape}: its rows can become the rows of matrices [N, K] of a "
+            f"stack [E, N, K] where N is a multiple of {block}. To view it otherwise, call "
+            f"blocktensor.unfreeze(module) before any fully_shard: views of a weight with a master "
+            f"have blocks of their own. Or call .dequantize() first"
+        )
+    row = x.rowwise()
+    *lead, rows, cols = x.format.scale_shape(shape)
+    scale = row.scale.reshape(math.prod(lead) * rows, cols)
+    if lead:  # still a view; torch's own view of one row a matrix has strides of another kind
+        step = scale.stride(0)
+        scale = scale.as_strided((*lead, rows, cols), (rows * step, step, 1))
+    made = x.like(Operand(laid_out(row.data.view(shape), scale, row.format), None), shape, None)
+    made.generation = x.generation
+    return made
 
 
 def _infer(size: list[int], x: Tensor) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from ...ops import checks
 from ...ops.gemm.ops import gemm
+from ..arithmetic import is_arithmetic
 from ..base import FP8Base, implements, on_master
 from ..fp8_tensor import ATEN_OPS, BlockwiseFP8Tensor
 from ..refusals import check_same_scaling, refuse
@@ -74,20 +76,38 @@ def _overloads(names: str) -> list[Any]:
     return [getattr(packet, name) for packet in packets for name in packet.overloads()]
 
 
-_UNSUPPORTED = _overloads(
-    "mm addmm addmm_ linear matmul bmm baddbmm baddbmm_ addbmm addbmm_ mv addmv addmv_ addr "
-    "addr_ dot vdot inner ger outer kron einsum tensordot chain_matmul linalg_multi_dot "
-    "linalg_matmul linalg_vecdot matrix_power linalg_matrix_power bilinear _trilinear _int_mm "
-    "_scaled_mm _grouped_mm _scaled_grouped_mm _addmm_activation mm_backward linear_backward "
-    "matmul_backward convolution _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d "
-    "conv_transpose2d conv_transpose3d lstm gru rnn_tanh rnn_relu lstm_cell gru_cell "
-    "rnn_tanh_cell rnn_relu_cell scaled_dot_product_attention cdist"
+_OF_LAYERS = _overloads(
+    "linear bilinear _trilinear _int_mm _scaled_mm _grouped_mm _scaled_grouped_mm "
+    "_addmm_activation mm_backward linear_backward matmul_backward convolution _convolution "
+    "conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d lstm gru "
+    "rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell scaled_dot_product_attention"
 )
-"""Products of a BlockwiseFP8Weight that are refused, unless they are entered again below."""
+_OF_MATRICES = _overloads(
+    "mm addmm addmm_ matmul bmm baddbmm baddbmm_ addbmm addbmm_ mv addmv addmv_ addr addr_ dot "
+    "vdot inner ger outer kron einsum tensordot chain_matmul linalg_multi_dot linalg_matmul "
+    "linalg_vecdot matrix_power linalg_matrix_power cdist"
+)
+"""Products of a BlockwiseFP8Weight that are refused, unless they are entered again below, or are
+arithmetic on its values."""
+
+
+def _unless_arithmetic(product: Callable[..., Any]) -> Callable[..., Any]:
+    """Let the masters compute what is no layer's product (``tensor/arithmetic.py``)."""
+
+    @functools.wraps(product)
+    def run(func: Any, *args: Any, **kwargs: Any) -> Any:
+        # with gradients, a weight here may hide that one is recorded of it (DTensor, torch.func)
+        if not torch.is_grad_enabled():
+            leaves = torch.utils._pytree.tree_leaves((args, kwargs))
+            if is_arithmetic([x for x in leaves if isinstance(x, Tensor)]):
+                return on_master(func, args, kwargs)
+        return product(func, *args, **kwargs)
+
+    return run
 
 
 # by its name: of transformers, which may be imported later
-@implements(WEIGHT_OPS, *_UNSUPPORTED, "transformers::grouped_mm_fallback")
+@implements(WEIGHT_OPS, *_OF_LAYERS, "transformers::grouped_mm_fallback")
 def _unsupported_product(func: Any, *args: Any, **kwargs: Any) -> NoReturn:
     raise NotImplementedError(
         f"{func} has no FP8 path for BlockwiseFP8Weight yet, and falling back to high precision "
@@ -97,18 +117,23 @@ def _unsupported_product(func: Any, *args: Any, **kwargs: Any) -> NoReturn:
     )
 
 
+implements(WEIGHT_OPS, *_OF_MATRICES)(_unless_arithmetic(_unsupported_product))
+
+
 def _of_both(*ops: Any) -> Callable[..., Any]:
     """Enter a product of both types."""
     return lambda product: implements(ATEN_OPS, *ops)(implements(WEIGHT_OPS, *ops)(product))
 
 
 @_of_both(aten.mm.default)
+@_unless_arithmetic
 def _mm(func: Any, a: Tensor, b: Tensor) -> Tensor:
     _refuse_untracked(func, a, b)
     return _product(a, b)
 
 
 @_of_both(aten.matmul.default)  # composite ops arrive whole under inference_mode
+@_unless_arithmetic
 def _matmul(func: Any, a: Tensor, b: Tensor) -> Tensor:
     if b.ndim != 2:
         _unsupported_product(func)
@@ -124,6 +149,7 @@ def _linear(func: Any, x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tens
 
 
 @_of_both(aten.addmm.default)
+@_unless_arithmetic
 def _addmm(
     func: Any, bias: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1
 ) -> Tensor:
@@ -139,6 +165,7 @@ _SUMS_OF_PRODUCTS = _overloads("addmm_ baddbmm baddbmm_ addbmm addbmm_ addr addr
 
 
 @_of_both(*_SUMS_OF_PRODUCTS)
+@_unless_arithmetic
 def _added(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Add a product of plain tensors to a weight, as arithmetic on the weight."""
     if any(isinstance(x, FP8Base) for x in args[1:]):

@@ -77,7 +77,9 @@ def _like(x: BlockwiseFP8Tensor, operand: Operand, shape: Sequence[int]) -> Bloc
     if not x.is_contiguous():  # as its transpose would have them
         *lead, n, k = torch.empty((*shape[:-2], shape[-1], shape[-2]), device="meta").stride()
         strides = [*lead, k, n]
-    return x.like(operand, shape, strides)
+    made = x.like(operand, shape, strides)
+    made.generation = x.generation  # a part may view bytes that FSDP2 gathers again
+    return made
 
 
 def _dim(x: BlockwiseFP8Tensor, dim: int, op: str) -> int:

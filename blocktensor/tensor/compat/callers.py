@@ -61,13 +61,41 @@ def caller(depth: int = 1) -> Caller:
 
 def callers() -> Iterator[Caller]:
     """Return an iterator over the functions on the stack, from the one that asks outward."""
-    return _outward(Caller(sys._getframe(1)))
+    return map(Caller, _frames(sys._getframe(1)))
 
 
-def _outward(inner: Caller | None) -> Iterator[Caller]:
+_LAYERS = {
+    ("torch.nn.modules.module", "_call_impl"): True,
+    ("torch.autograd.function", "apply"): True,
+    ("torch.optim.optimizer", "wrapper"): False,
+}
+"""Whether a function calls a layer: the forward of a module with its hooks, both directions of an
+autograd function; the step of an optimizer is none."""
+
+_NAMES = {name for _, name in _LAYERS}
+
+
+def layer_runs() -> bool:
+    """Return True while a layer runs in this thread: what it multiplies by a weight is its input.
+
+    A layer is a module, an autograd function, or any function named ``forward``. An optimizer that
+    one of them calls is none.
+    """
+    for frame in _frames(sys._getframe(1)):
+        name = frame.f_code.co_name
+        if name == "forward":
+            return True
+        if name in _NAMES:
+            is_layer = _LAYERS.get((frame.f_globals.get("__name__", ""), name))
+            if is_layer is not None:
+                return is_layer
+    return False
+
+
+def _frames(inner: FrameType | None) -> Iterator[FrameType]:
     while inner is not None:
         yield inner
-        inner = inner.back
+        inner = inner.f_back
 
 
 def converts_a_model() -> bool:
@@ -106,7 +134,7 @@ def address_as_a_name(x: Tensor, asks: Caller) -> int | None:
     """
     if asks.module == "torch._tensor":
         return 0
-    for caller in _outward(asks):
+    for caller in map(Caller, _frames(asks._frame)):
         if caller.module != "accelerate.accelerator":
             return None
         if caller.function == "_prepare_fsdp2":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from datetime import timedelta
 from itertools import pairwise
 from typing import Any
 
@@ -121,6 +122,15 @@ def test_the_guide() -> None:
     exec(block.code, names)
     options = names["my_run"]().model_spec.model.to_dict()["blockwise_fp8"]
     assert options["filter_fqns"] == ["layers.0."]
+
+
+@pytest.mark.usefixtures("group")
+def test_torchtitan_can_set_timeouts() -> None:
+    """After the first step it calls a function that torch 2.13 lacks."""
+    timeout = timedelta(seconds=7)
+    torch.distributed.set_timeout(timeout, None)
+    backend = torch.distributed.group.WORLD._get_backend(torch.device("cpu"))
+    assert backend.options._timeout == timeout
 
 
 class OtherSelectiveAC(SelectiveAC):

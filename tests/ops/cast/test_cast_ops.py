@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -182,6 +183,31 @@ def test_parts_make_the_whole(
     stack = torch.stack([x, x * 2, -x])
     cast_in_parts(stack, [90], [], format)
     cast_in_parts(x.t(), [90], [31], format)
+
+
+@every_format
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_blocks_of_a_part_that_changed_become_nan(
+    device: torch.device, dtype: torch.dtype, format: BlockFormat, rng: Generator
+) -> None:
+    """Where their amax did: other changes leave the bytes of the whole matrix."""
+    x = torch.stack([values("normal", 300, 260, dtype, rng)] * 2).to(device)
+    own = ops.shard_amax(x, format, 100, 7)
+    greatest = torch.maximum(own, own.flip(0)) * 2  # the amax of whole blocks
+    given = format, 100, 7
+    assert_same(
+        ops.quantize_shard(x, greatest, *given, own), ops.quantize_shard(x, greatest, *given)
+    )
+    x[0, 28:156, 121:249] *= 1.5
+    x[1, 0, 0] = math.inf
+    x[1, 299, 259] = math.nan
+    x[0, 29, 0] = 0
+    found = ops.quantize_shard(x, greatest, *given, own)
+    wanted = ops.quantize_shard(x, greatest, *given)
+    wanted[0, 28:156, 121:249] = math.nan
+    wanted[1, :28, :121] = wanted[1, 284:, 249:] = math.nan
+    assert_same(found, wanted)
+    assert_same(found, reference.quantize_shard(x, greatest, *given, own))
 
 
 @pytest.mark.parametrize(

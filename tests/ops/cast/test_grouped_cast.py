@@ -13,8 +13,7 @@ from torch import Generator, Tensor
 from blocktensor.ops import formats, reference
 from blocktensor.ops.cast import gluon_columnwise, ops, triton_cast
 from blocktensor.ops.formats import ACTIVATION_FORMATS, BLOCKS_1X128, BLOCKS_128X128, BlockFormat
-from blocktensor.ops.op import OPS
-from blocktensor.ops.runtime.specialize import key_in_steps
+from blocktensor.ops.runtime import build_player
 from tests.support.groups import drawn, ends, filled, first
 from tests.support.numeric import DTYPES, KINDS, assert_same_forms, values
 
@@ -63,10 +62,15 @@ def test_any_groups(module: object, dtype: torch.dtype, square: bool) -> None:
 def test_rows_within_a_step_share_a_recording() -> None:
     for rows in (*range(260, 510, 23), 512):
         check(ops, torch.randn(rows, 256, device=CUDA).bfloat16(), (rows - 200, 150))
-    x = torch.randn(300, 256, device=CUDA).bfloat16()
-    key = (key_in_steps((x, ends(100, 150, device=CUDA), BLOCKS_1X128, BLOCKS_1X128)), None)
-    recording: Any = OPS["quantize_grouped"]._table[key]
-    assert recording.player not in (None, recording._function)
+    player = build_player.player()
+    assert player is not None
+    plays = player.plays()
+    for rows in range(260, 510, 23):
+        ops.quantize_grouped(
+            torch.randn(rows, 256, device=CUDA).bfloat16(),
+            ends(rows - 200, 150, device=CUDA), BLOCKS_1X128, BLOCKS_1X128,
+        )  # fmt: skip
+    assert player.plays() - plays == 11
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from blocktensor.ops.norm import ops, reference
+from tests.support.interpreter import interpreted
 from tests.support.models import randn
 from tests.support.numeric import DTYPES, assert_same
 
@@ -93,10 +90,8 @@ def check_kernels(device: str) -> int:
 
     count = 0
     of_interpreter = [(1, 1), (5, 127), (9, 1025), (2, 2048)]  # around tiles of 4x1024
-    # the interpreter does not round to bf16, but cuts
-    dtypes = DTYPES if device == "cuda" else [torch.float16, torch.float32]
     shapes = of_interpreter if device == "cpu" else [*SHAPES, (4099, 8192)]
-    for shape, dtype in itertools.product(shapes, dtypes):
+    for shape, dtype in itertools.product(shapes, DTYPES):
         x, weight, grad = operands(shape, dtype, device)
         x, grad = (t.repeat_interleave(n, 0)[::n] for t, n in ((x, 2), (grad, 3)))  # rows apart
         rstd, of_mean = (randn(shape[0], 1, seed=i).to(device).abs() for i in (5, 6))
@@ -110,20 +105,9 @@ def check_kernels(device: str) -> int:
     return count
 
 
-def test_kernels_in_triton_s_interpreter() -> None:
-    pytest.importorskip("triton")
-    code = (
-        "from blocktensor.ops.runtime.launch import Launch\n"
-        "Launch.__call__ = lambda self: self.kernel[self.grid](*self.args, **self.constants)\n"
-        "from tests.ops.norm.test_norm_passes import check_kernels\n"
-        "print(check_kernels('cpu'))"
-    )
-    root = Path(__file__).parents[3]
-    added = {"TRITON_INTERPRET": "1", "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-    command, env = [sys.executable, "-c", code], {**os.environ, **added}
-    done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) == 4 * 2 * 8
+@interpreted
+def test_kernels_in_the_interpreter() -> None:
+    assert check_kernels("cpu") == 4 * 3 * 8
 
 
 @pytest.mark.gpu

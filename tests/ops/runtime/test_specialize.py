@@ -13,7 +13,13 @@ from torch import Tensor, nn
 from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_128X128, Quantized
 from blocktensor.ops.runtime import specialize
 from blocktensor.ops.runtime.launch import watch_launches
-from blocktensor.ops.runtime.specialize import GEMM_VARIABLE, Specialized, forced_gemm, recorded
+from blocktensor.ops.runtime.specialize import (
+    GEMM_VARIABLE,
+    Recorded,
+    Specialized,
+    forced_gemm,
+    recorded,
+)
 from tests.support.models import Trace
 
 
@@ -41,7 +47,7 @@ def test_each_kind_is_decided_once_until_it_is_forgotten() -> None:
     for _ in range(3):
         for size, factor in product((2, 3), (4, 5)):
             x = torch.rand(size)
-            for run in (op.table, op.table.run, op.table.find(x, factor)):
+            for run in (op.table, op.table.run):
                 assert torch.equal(run(x, factor), x * factor)
     assert op.decided == [((2,), 4), ((2,), 5), ((3,), 4), ((3,), 5)]
     assert len(op.table) == 4
@@ -52,13 +58,84 @@ def test_each_kind_is_decided_once_until_it_is_forgotten() -> None:
 
 
 def test_numbers_of_rows_in_groups_are_told_apart_by_steps() -> None:
-    key, ends = specialize.key_in_steps, torch.zeros(3, dtype=torch.int32)
+    key, ends = specialize.key_of, torch.zeros(3, dtype=torch.int32)
     x, one_more, more = (torch.rand(rows, 8) for rows in (300, 301, 600))
     assert key((x, ends)) == key((one_more, ends)) != key((more, ends))
     assert key((x, x, ends)) == key((one_more, one_more, ends)) != key((x, one_more, ends))
     assert key((x, x)) != key((one_more, one_more))  # of no groups
     form = Quantized(x, x, BLOCKS_1X128)
     assert key((form, ends, 300)) == key((form, ends, 301)) != key((form, ends, 600))
+    # a cast has its own rows, whole steps of them; so has a matrix with a row for each group
+    other = Quantized(one_more, one_more, BLOCKS_1X128)
+    bias = torch.rand(3, 8)
+    assert key((x, form, ends)) != key((one_more, other, ends))
+    assert key((x, form, ends)) == key((one_more, form, ends))
+    assert key((x, bias, ends)) == key((one_more, bias, ends)) != key((x, bias[:2], ends))
+    assert key((x, ends, (form, None))) != key((x, ends, (other, None)))
+    assert key((x, ends, 5)) != key((x, ends, 6))
+    assert key((x, ends)) != key((x, ends[:2]))
+
+
+def test_a_sequence_has_a_decision_for_each_kind_of_all_its_arguments(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    decided: list[Any] = []
+
+    def decide(function: Callable[..., Any]) -> Callable[..., Any]:
+        decided.append(function)
+        return function
+
+    monkeypatch.setattr(specialize, "recorded", decide)
+    run = specialize.sequence(lambda x, form, factors: x.sum())
+    x, y = torch.rand(4, 4), torch.rand(9)
+    form = Quantized(x, y[:8], BLOCKS_1X128)
+    calls = [
+        (x, form, (True, False)),
+        (x, form, (True, True)),
+        (x.t(), form, (True, False)),
+        (x, form._replace(scale=y[1:]), (True, False)),
+        (x, form._replace(scale=y[::2]), (True, False)),
+        (x, form._replace(data=x.t()), (True, False)),
+        (x, form._replace(format=BLOCKS_128X128), (True, False)),
+        (x, None, (True, False)),
+    ]
+    for _ in range(2):
+        for call in calls:
+            run(*call)
+        assert len(decided) == len(calls)
+    monkeypatch.setenv(GEMM_VARIABLE, "reference")
+    run(*calls[0])
+    assert len(decided) == len(calls) + 1
+
+
+def test_a_sequence_that_is_watched_or_dispatched_runs_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(specialize, "recorded", lambda function: lambda x: (function(x),))
+    run, x = specialize.sequence(lambda x: x * 2), torch.rand(2)
+    with specialize.watching(lambda *_: None):
+        assert torch.equal(run(x), x * 2)
+    with Trace():
+        assert torch.equal(run(x), x * 2)
+    assert run(x.to("meta")).is_meta
+    assert isinstance(run(x), tuple)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_rows_in_groups_that_lie_otherwise_are_told_apart(count: int) -> None:
+    """Columns, strides, alignment, dtype and device of all tensors count, and other arguments."""
+    memory, ends = torch.rand(300 * 16 + 4), torch.zeros(3, dtype=torch.int32)
+    x, *others = (memory[start : start + 300 * 8].view(300, 8) for start in (0, 1, 2))
+    others += [x[:, :4], memory[: 300 * 16].view(300, 16)[:, :8], x.half(), x.to("meta")]
+
+    def key(one: Tensor, of: Tensor = ends, *more: Any) -> Any:
+        return specialize.key_of((x, one, of, *more) if count == 2 else (one, of, *more))
+
+    more_ends = torch.zeros(4, dtype=torch.int32)
+    ends_too = more_ends, more_ends[1:]
+    keys = [key(x), *map(key, others), *(key(x, each) for each in ends_too), key(x, ends, 3)]
+    assert len(set(keys)) == len(keys)
+    assert key(x) == key(x.clone(), ends.clone())
 
 
 @pytest.mark.parametrize(("factor", "said", "decided"), [(0, "factor 0", 0), (-1, "negative", 1)])
@@ -97,10 +174,8 @@ def test_the_forced_backend_is_part_of_every_key(monkeypatch: pytest.MonkeyPatch
 
 def test_only_functions_that_launch_are_recorded() -> None:
     pytest.importorskip("triton")
-    from blocktensor.ops.runtime.replay import Replay
-
     assert recorded(abs, launches=False) is abs
-    assert isinstance(recorded(abs), Replay)
+    assert isinstance(recorded(abs), Recorded)
 
 
 def test_calls_that_must_are_dispatched() -> None:
@@ -130,14 +205,6 @@ def test_a_part_of_a_recording_is_not_dispatched_and_not_remembered() -> None:
         for run in (table, table.run) * 2:
             assert torch.equal(run(x, 3), x * 3)
     assert (len(op.decided), len(table), dispatched) == (4, 0, [])
-
-
-def test_a_caller_may_have_a_shorter_key() -> None:
-    op = Counted()
-    first = op.table.find_by("some kind", torch.rand(2), 3)
-    assert op.table.find_by("some kind", torch.rand(4), 5) is first
-    assert op.table.find_by("another", torch.rand(4), 5) is not first
-    assert op.decided == [((2,), 3), ((4,), 5)]
 
 
 def test_keys_look_into_casts_and_keep_other_arguments() -> None:

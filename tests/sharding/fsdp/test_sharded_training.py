@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh
@@ -21,7 +22,7 @@ from blocktensor import Recipe, convert, share_inputs, to_blockwise_fp8_weights
 from blocktensor.distributed import FP8Shard
 from blocktensor.ops import reference
 from blocktensor.ops.formats import BLOCKS_128X128
-from tests.support.models import randn
+from tests.support.models import HeadGroups, randn
 from tests.support.ranks import on_ranks, shared_mesh
 from tests.support.sharded import (
     RECIPES,
@@ -35,6 +36,7 @@ from tests.support.sharded import (
     loss_of,
     places_of,
     reductions,
+    scale,
     shard,
     shard_of,
     twins,
@@ -185,6 +187,21 @@ def test_masters_in_fp32_are_cast_as_under_autocast(mesh: DeviceMesh, device: st
     assert all(grad.dtype == torch.float32 for grad in gradients(model))
 
 
+@pytest.mark.usefixtures("group")
+def test_mixed_precision_rounds_biases() -> None:
+    """As FSDP2 rounds all parameters that are not FP8: autocast adds them in fp32."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(128, 128))
+    convert(model, skip_small=False)
+    single, rounded = copy.deepcopy(model), copy.deepcopy(model)
+    rounded[0].bias.data = model[0].bias.data.bfloat16().float()
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    x = randn(20, 128, dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        exact, want = single(x), rounded(x)
+    assert torch.equal(model(x), want) and not torch.equal(exact, want)
+
+
 @on_ranks(2, gpus=())
 def test_a_model_that_was_in_float64(mesh: DeviceMesh, device: str) -> None:
     """Its shards stay shards: the weights are in FP8 again when it is back."""
@@ -264,3 +281,36 @@ def test_parts_that_are_run_and_trained_in_turns(mesh: DeviceMesh, device: str) 
             for optimizer in steps:
                 optimizer.zero_grad()
     assert_equal(*results)
+
+
+class Rows(nn.Linear):
+    """Reads some rows of its weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight[:128])
+
+
+@on_ranks(2, gpus=())
+def test_a_change_behind_a_part_of_a_weight(mesh: DeviceMesh) -> None:
+    for last in (HeadGroups(2, 128, K), Rows(2 * K, 256, bias=False)):
+        model = nn.Sequential(nn.Linear(K, 2 * K), last).bfloat16()
+        convert(model, skip_small=False)
+        for module in (*model, model):
+            fully_shard(module, mesh=mesh)
+        loss = loss_of(model, batch(0, "cpu"))
+        scale(2, last.weight)
+        with pytest.raises(RuntimeError, match="FSDP2 gathers was changed or moved on this rank"):
+            loss.backward()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_weight_viewed_as_a_stack(frozen: bool, mesh: DeviceMesh, device: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(K, 2 * K), HeadGroups(2, 128, K)).bfloat16().to(device)
+    model[1].requires_grad_(not frozen)
+    convert(model, skip_small=False)
+    single = copy.deepcopy(model)
+    for module in (*model, model):
+        fully_shard(module, mesh=mesh)
+    assert_trains_as(single, model, device)

@@ -20,6 +20,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, Recipe, convert, freeze
 from blocktensor.distributed import FP8Shard, FrozenShard
 from blocktensor.ops import reference
+from blocktensor.sharding.fsdp.amax_table import Reduced, Reduction
 from blocktensor.sharding.fsdp.shards import chunks
 from tests.support.models import linear, plain, randn
 from tests.support.ranks import on_ranks
@@ -353,7 +354,8 @@ def test_a_later_gather_changes_the_weight_in_place() -> None:
     for seed, recipe in enumerate((Recipe(), Recipe(scale="power_of_two"))):
         cast = reference.quantize_rowwise(randn(*shape, seed=seed), recipe.weight_format)
         gathered = cast.data.view(torch.uint8).flatten()
-        sent = (shape, cast.scale, recipe, (seed, False))
+        reduced = Reduced(cast.scale, cast.scale, cast.scale, seed, Reduction(cast.scale))
+        sent = (shape, cast.scale, recipe, reduced)
         returned = rows.fsdp_post_all_gather((gathered,), sent, torch.bfloat16, out=made)
         made, _ = returned or (made, ())
         assert made.rowwise_data.data_ptr() == gathered.data_ptr()

@@ -10,20 +10,30 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from blocktensor import BlockwiseFP8Weight, freeze
-from tests.support.models import POWER_OF_TWO, SQUARE, both_kinds, composed, plain, quantized, randn
+from tests.support.models import (
+    POWER_OF_TWO,
+    SQUARE,
+    both_kinds,
+    composed,
+    in_a_layer,
+    plain,
+    quantized,
+    randn,
+)
 
 
 def test_below_autograd_products_are_fp8_too() -> None:
     """Callers that arrive there (DTensor's local ops) with plain or FP8 operands."""
     x, bias, aten = randn(5, 384), randn(256, seed=4), torch.ops.aten
     bare, wanted = (composed(x, W, randn(5, 256), bias=each)[0] for each in (None, bias))
+    mm, addmm = in_a_layer(aten.mm), in_a_layer(aten.addmm)
     for w in both_kinds(W).values():
         with torch.no_grad():
-            assert torch.equal(aten.mm(x, w.t()), bare)
-            assert torch.equal(aten.addmm(bias, x, w.t()), wanted)
-            assert torch.equal(aten.mm(w, x.t()).t(), bare)
+            assert torch.equal(mm(x, w.t()), bare)
+            assert torch.equal(addmm(bias, x, w.t()), wanted)
+            assert torch.equal(mm(w, x.t()).t(), bare)
             for term, beta, alpha in ((bias, 3, 2), (bias, 1, 2), (randn(5, 256), 1, 1)):
-                scaled = aten.addmm(term, x, w.t(), alpha=alpha, beta=beta)
+                scaled = addmm(term, x, w.t(), alpha=alpha, beta=beta)
                 torch.testing.assert_close(scaled, alpha * bare + beta * term, rtol=0.02, atol=0.05)
 
 
@@ -62,13 +72,14 @@ ADAPTED: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 """A weight, and a product of plain tensors that is added to it."""
 
 
-@pytest.mark.parametrize("kind", ["weight", "tensor"])
+@pytest.mark.parametrize("kind", ["weight", "weight without a gradient", "tensor"])
 @pytest.mark.parametrize("name", ADAPTED)
 def test_a_weight_that_a_product_is_added_to_is_a_weight(name: str, kind: str) -> None:
     if kind == "tensor" and "baddbmm" in name:
         return  # stacks: below
-    held, grad = both_kinds(W)[kind], randn(5, 256, seed=4)
-    values = (plain(held) if kind == "weight" else held.dequantize()).requires_grad_()
+    held, grad = both_kinds(W)[kind.split()[0]], randn(5, 256, seed=4)
+    held.requires_grad_(kind == "weight")
+    values = (held.dequantize() if kind == "tensor" else plain(held)).requires_grad_()
     b, a = (t.clone().requires_grad_() for t in (B, A))
     sums, exact = (ADAPTED[name](w, b, a) for w in (held, values))
     assert isinstance(sums, BlockwiseFP8Weight)
@@ -117,7 +128,7 @@ def test_what_is_added_to_is_not_written_where_it_is_frozen() -> None:
             with pytest.raises(NotImplementedError, match=r"blocktensor\.unfreeze"):
                 add()
         with pytest.raises(NotImplementedError, match="no FP8 path for BlockwiseFP8Weight"):
-            torch.ops.aten.addmm_(master, B, both_kinds(A)["weight"])
+            in_a_layer(torch.ops.aten.addmm_)(master, B, both_kinds(A)["weight"])
         assert torch.equal(plain(master.addmm_(B, A)), torch.addmm(W, B, A))
     for other in (randn(2, 256, 384), w, W.double()):  # no weight of its shape, dtype, or plain
         with pytest.raises(NotImplementedError, match=r"\.dequantize\(\)"):

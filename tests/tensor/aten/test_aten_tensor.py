@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from expecttest import assert_expected_inline
 from torch import Tensor, nn
 
-from blocktensor import BlockwiseFP8Tensor, quantize
+from blocktensor import BlockwiseFP8Tensor, convert, quantize, unfreeze
 from blocktensor.ops import reference
 from tests.support.linear_ways import HIGH
 from tests.support.models import (
@@ -74,6 +75,61 @@ def test_views_of_leading_dimensions(shape: tuple[int, ...]) -> None:
     for bad in ((5, 7), (-1, 0)):
         with pytest.raises(ValueError, match="is invalid for a tensor of 1200 elements"):
             x.view(bad)
+
+
+@pytest.mark.parametrize(
+    ("shape", "other"),
+    [
+        ((384, 200), (3, 128, 200)),
+        ((512, 16), (2, 256, 16)),
+        ((130, 200), (1, 130, 200)),
+        ((2, 256, 130), (4, 128, 130)),
+        ((1, 300, 7), (300, 7)),
+        ((3, 0, 7), (0, 7)),
+        ((256, 0), (2, 128, 0)),
+    ],
+)
+def test_rows_of_a_weight_become_a_stack(shape: tuple[int, ...], other: tuple[int, ...]) -> None:
+    values, x = randn(*shape), quantized(*shape, block=SQUARE)
+    for y in (x.view(other), x.reshape(other), x.view(other).view(shape).view(other)):
+        assert_same(y, BlockwiseFP8Tensor.from_values(values.view(other), SQUARE))
+        assert pointers(y) == pointers(x)
+    columnwise = BlockwiseFP8Tensor.from_values(values.mT, SQUARE).mT
+    assert torch.equal(columnwise.reshape(other).dequantize(), x.dequantize().view(other))
+
+
+def test_a_stack_of_one_matrix() -> None:
+    w = quantized(130, 200, block=SQUARE)
+    assert_same(w[None], w.view(1, 130, 200))
+    assert_same(w.unsqueeze(-3).flatten(0, 1), w)
+    assert_same(w[None][0], w)
+
+
+def test_views_of_a_weight_that_cut_blocks_say_what_works() -> None:
+    module = nn.Linear(200, 384, bias=False)
+    convert(module.requires_grad_(False), skip_small=False)
+    assert_expected_inline(
+        complaint(NotImplementedError, lambda: module.weight.view(2, -1, 200)),
+        """\
+cannot view an FP8 weight [384, 200] without a master, in blocks of (128, 128), as
+[2, 192, 200]: its rows can become the rows of matrices [N, K] of a stack [E, N, K]
+where N is a multiple of 128. To view it otherwise, call
+blocktensor.unfreeze(module) before any fully_shard: views of a weight with a master
+have blocks of their own. Or call .dequantize() first""",
+    )
+    unfreeze(module)
+    assert module.weight.view(2, -1, 200)[1].dequantize().shape == (192, 200)
+    for view in (
+        lambda w: w.view(3, 128, 2, 100),
+        lambda w: w.view(768, 100),
+        lambda w: w.view(4, 96, 200),
+        lambda w: w.view(1, 384, 200).view(4, 96, 200),
+        lambda w: w.t().reshape(200, 3, 128),
+        lambda w: w.unsqueeze(1),
+    ):
+        assert ".dequantize()" in complaint(
+            NotImplementedError, lambda view=view: view(quantized(384, 200, block=SQUARE))
+        )
 
 
 @every_block

@@ -1,17 +1,14 @@
 """Repeated launches: the same numbers as the ordinary ones, from whatever addresses.
 
 Here with kernels that are Python and run on the CPU (``tests/support/fake_driver.py``);
-``test_replay_gpu.py`` has the real ones.
+``test_record_gpu.py`` has the real ones.
 """
 
 from __future__ import annotations
 
-import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,21 +19,22 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 pytest.importorskip("triton")
 
 from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_128X128, Quantized
-from blocktensor.ops.runtime import replay
 from blocktensor.ops.runtime.launch import Launch, Rows
-from blocktensor.ops.runtime.replay import Replay
+from blocktensor.ops.runtime.record import record
+from blocktensor.ops.runtime.specialize import Specialized, recorded
 from tests.support.fake_driver import (
-    STREAM,
     Descriptor,
     Kernel,
     Op,
     axpy,
     axpy_body,
     draw,
+    encoded,
     fake_driver,
     floats,
     launch,
     op,
+    player,
 )
 
 __all__ = ["fake_driver"]
@@ -48,16 +46,13 @@ def test_the_second_call_of_a_kind_is_direct() -> None:
     a, outputs = op(axpy), []
     for turn in range(5):
         x, y = draw(2, 8)
-        found = a.table.find(x, y, 3)
-        assert (found.player is None) == (turn == 0)
+        assert len(a.table) == (turn > 0)
         outputs.append(a.call(x, y, 3))
         assert torch.equal(outputs[-1], 3 * x + y)
     assert len({out.data_ptr() for out in outputs}) == 5
     assert (a.calls, a.kernel.ordinary, len(a.kernel.direct)) == (1, 1, 4)
-    head, metadata = a.kernel.direct[-1], (4, 1, 0)
-    assert head[:7] == (1, 1, 1, STREAM, 1234, 0, 0)
-    last = (None, None, metadata, None, None, None) if len(head) == 13 else (metadata, *(None,) * 5)
-    assert head[7:13] == last
+    grid, threads, shared, stream, attributes = a.kernel.direct[-1]
+    assert (grid, threads, shared, stream, attributes) == (1, 128, 0, None, 0)
 
 
 def twice(kernel: Kernel, x: Tensor, y: Tensor, factor: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -129,7 +124,6 @@ def test_results_are_those_of_ordinary_launches(label: str) -> None:
                 assert x.stride() == y.stride()
             else:
                 assert x == y
-        assert (a.table.find(*args).player == a._counted) == (launches == 0)
     assert (a.calls, len(a.kernel.direct)) == (1 if launches else 4, 3 * launches)
 
 
@@ -141,7 +135,7 @@ def test_memory_of_views_is_that_of_ordinary_launches() -> None:
         assert padded.untyped_storage().nbytes() == 11 * 4
 
 
-def test_what_is_not_returned_shares_one_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_returned_shares_one_allocation() -> None:
     def thrice(kernel: Kernel, x: Tensor, y: Tensor) -> Tensor:
         first, second, third = torch.empty(8), torch.empty(2, 8), torch.empty(8)
         launch(kernel, x, y, first, 2)
@@ -149,19 +143,14 @@ def test_what_is_not_returned_shares_one_allocation(monkeypatch: pytest.MonkeyPa
         launch(kernel, first, second, third, 4)
         return third
 
-    sizes: list[tuple[int, ...]] = []
-
-    def counted(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        sizes.append(size)
-        return torch.empty_strided(size, stride, dtype=dtype)
-
-    monkeypatch.setattr(replay, "fresh_empty", lambda: counted)
     a = op(thrice)
     for _ in range(3):
         x, y = draw(2, 8)
         assert torch.equal(a.call(x, y), 10 * x + 8 * y)
-    assert sizes == 2 * [(1024,), (8,)]
     assert (a.calls, len(a.kernel.direct)) == (1, 6)
+    kernel = Kernel(axpy_body, a.kernel.arg_names)
+    _, recording = record(lambda x, y: thrice(kernel, x, y), (draw(8), draw(8)), player())
+    assert recording.allocations == [([1024], [1]), ([8], [1])]
 
 
 def test_an_empty_grid_launches_nothing() -> None:
@@ -185,8 +174,7 @@ def test_arguments_at_one_address_are_not_recorded(in_tuple: bool) -> None:
     x, y, z = draw(3, 8)
     for _ in range(2):
         assert torch.equal(a.call(*args(x, x)), 4 * x)
-        found = a.table.find(*args(x, x))
-        assert found.player is None
+        assert len(a.table) == 0
     for _ in range(2):
         assert torch.equal(a.call(*args(y, z)), 3 * y + z)
     assert torch.equal(a.call(*args(x, x)), 4 * x)
@@ -194,7 +182,7 @@ def test_arguments_at_one_address_are_not_recorded(in_tuple: bool) -> None:
 
 
 def copy_body(source: Any, rows: int, stride: int, target: Any, *_: int) -> None:
-    assert (rows, stride) == (source.shape[0], 1)
+    assert (rows, stride) == (source.size, 1)
     for i in range(rows):
         floats(target.address, rows)[i] = floats(source.address, rows)[i]
 
@@ -205,43 +193,18 @@ def copy(kernel: Kernel, x: Tensor) -> Tensor:
     return out
 
 
-@pytest.fixture
-def maps(fake_driver: SimpleNamespace) -> list[int]:
-    """The addresses of all tensor maps made."""
-    made: list[int] = []
-    original = fake_driver.make_tensordesc_arg
-
-    @functools.wraps(original)
-    def make(descriptor: Any, *rest: Any) -> list[Any]:
-        made.append(descriptor.base.data_ptr())
-        return original(descriptor, *rest)
-
-    fake_driver.make_tensordesc_arg = make
-    return made
-
-
-def test_tensor_maps_are_made_once_an_address(maps: list[int]) -> None:
+def test_tensor_maps_are_encoded_at_every_call() -> None:
     a = Op(copy, Kernel(copy_body, ["source", "target"]))
     inputs = [draw(8) for _ in range(3)]
-    kept = []
     for turn in range(12):
         x = inputs[turn % 3]
         x.add_(1)
-        kept.append(a.call(x))  # a new address each
-        assert torch.equal(kept[-1], x)
-    assert a.calls == 1
-    assert len(maps) == len(set(maps)) == 3 + 12
-
-
-def test_tensor_maps_are_bounded(maps: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replay, "MAX_MAPS", 4)
-    run = Replay(lambda x: copy(kernel, x))
-    kernel = Kernel(copy_body, ["source", "target"])
-    kept = [(x, run(x)) for x in (draw(8) for _ in range(20))]
-    assert all(torch.equal(x, y) for x, y in kept)
-    cells = [cell.cell_contents for cell in run.player.__closure__]
-    known = [content for content in cells if isinstance(content, dict)]
-    assert [len(maps) <= 4 for maps in known] == [True, True]
+        made = a.call(x)
+        assert torch.equal(made, x)
+        if turn:  # address, dtype, rank, size, box, swizzle, fill
+            maps = encoded[-2:]
+            assert maps == [(t.data_ptr(), 8, 1, 8, 4, 1, 0) for t in (x, made)]
+    assert (a.calls, len(encoded)) == (1, 2 * 11)
 
 
 def test_a_recording_keeps_no_tensor_alive() -> None:
@@ -257,20 +220,11 @@ def test_a_recording_keeps_no_tensor_alive() -> None:
     assert (a.calls, b.calls) == (1, 1)
 
 
-def test_calls_that_differ_in_sizes_have_one_text() -> None:
-    a = op(twice)
-    replay._maker.cache_clear()
-    for size in (5, 8, 300) * 3:
-        x, y = draw(2, size)
-        assert torch.equal(a.call(x, y, size)[0], size * y + x)
-    assert (replay._maker.cache_info().misses, len(a.kernel.direct)) == (1, 18)
-
-
 @pytest.mark.parametrize("of_tensor", [True, False])
 def test_numbers_of_rows_are_read_at_every_call(of_tensor: bool) -> None:
     """Outputs, returned or not, have as many: those of the first tensor, or the first integer."""
 
-    def sums(first: Any, y: Tensor, tokens: int) -> Tensor:
+    def sums(first: Any, y: Tensor, tokens: int, _: Tensor) -> Tensor:
         x = first if of_tensor else first.data
         rows = Rows(len(x) if of_tensor else tokens)
         between, out = torch.empty(rows, 1), torch.empty(rows, 1)
@@ -279,11 +233,53 @@ def test_numbers_of_rows_are_read_at_every_call(of_tensor: bool) -> None:
         return out
 
     kernel = Kernel(axpy_body, ["x", "y", "out", "count", "factor", "FLAG"])
-    run, (x, y) = Replay(sums), draw(2, 8)
+    x, y, offs = draw(8, 1), draw(8), torch.zeros(1, dtype=torch.int32)
+    run = Specialized(lambda *args: recorded(sums))
+    scale = draw(1)
     for rows in (8, 5, 7, 3, 8):
-        made = run(x[:rows] if of_tensor else Quantized(x, draw(1), BLOCKS_1X128), y, rows)
-        assert torch.equal(made[:, 0], (9 * x + 4 * y)[:rows])
+        first = x[:rows] if of_tensor else Quantized(x, scale, BLOCKS_1X128)
+        made = run(first, y, rows, offs)
+        assert torch.equal(made[:, 0], (9 * x[:, 0] + 4 * y)[:rows])
     assert len(kernel.direct) == 8
+
+
+def test_a_number_of_rows_that_no_argument_says_is_the_recorded_one() -> None:
+    """As of a grouped GEMM that is not told the tokens: it computes all rows of its cast."""
+
+    def sums(x: Quantized, y: Tensor) -> Tensor:
+        rows, out = Rows(len(x.data)), torch.empty(len(x.data), 1)
+        arguments = x.data, y, out, rows, 3
+        Launch(kernel, (1,), arguments, {"FLAG": True}, {}, sized=out)()
+        return out
+
+    kernel = Kernel(axpy_body, ["x", "y", "out", "count", "factor", "FLAG"])
+    run = Specialized(lambda *args: recorded(sums))
+    for _ in range(3):
+        x, y = draw(8, 1), draw(8)
+        made = run(Quantized(x, draw(1), BLOCKS_1X128), y)
+        assert torch.equal(made[:, 0], 3 * x[:, 0] + y)
+    assert len(kernel.direct) == 2
+
+
+def test_two_inner_tensors_grow_with_the_rows() -> None:
+    """They are not returned, and may not lie in scratch of the size that was recorded."""
+
+    def sums(x: Tensor, y: Tensor, _: Tensor) -> Tensor:
+        rows = Rows(len(x))
+        one, two, out = (torch.empty(rows, 1) for _ in range(3))
+        for source, made in ((x, one), (one, two), (two, out)):
+            Launch(kernel, (1,), (source, y, made, rows, 3), {"FLAG": True}, {}, sized=made)()
+        return out
+
+    kernel = Kernel(axpy_body, ["x", "y", "out", "count", "factor", "FLAG"])
+    run, ends = Specialized(lambda *args: recorded(sums)), torch.zeros(1, dtype=torch.int32)
+    x, y = draw(129, 1), draw(129)
+    for rows in (128, 129):  # where scratch is one after the other in steps of 512 bytes
+        want = x[:rows, 0]
+        for _ in range(3):
+            want = 3 * want + y[:rows]
+        assert torch.equal(run(x[:rows], y, ends)[:, 0], want)
+    assert len(kernel.direct) == 3
 
 
 def test_threads_share_recordings() -> None:
@@ -297,22 +293,3 @@ def test_threads_share_recordings() -> None:
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(work, range(4)))
     assert len(a.kernel.direct) >= 150
-
-
-def test_another_device_is_made_current(monkeypatch: pytest.MonkeyPatch) -> None:
-    a = op(axpy)
-    a.call(*draw(2, 8), 3)
-    current, streams = [5], []
-
-    @contextmanager
-    def device(index: int) -> Iterator[None]:
-        current.append(index)
-        yield
-        current.pop()
-
-    monkeypatch.setattr(torch.cuda, "device", device)
-    monkeypatch.setattr(replay, "current_device", lambda: current[-1])
-    monkeypatch.setattr(replay, "current_stream", lambda i: streams.append((i, current[-1])) or 7)
-    x, y = draw(2, 8)
-    assert torch.equal(a.call(x, y, 3), 3 * x + y)
-    assert (streams, current) == ([(-1, -1)], [5])

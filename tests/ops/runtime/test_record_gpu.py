@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -25,10 +25,9 @@ from blocktensor.ops.cast import ops as cast_ops
 from blocktensor.ops.cast.ops import quantize_rowwise
 from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_1X128_POW2, BLOCKS_128X128, Quantized
 from blocktensor.ops.gemm.ops import gemm
-from blocktensor.ops.runtime import replay
+from blocktensor.ops.runtime import build_player
 from blocktensor.ops.runtime.launch import Launch
-from blocktensor.ops.runtime.replay import Replay
-from blocktensor.ops.runtime.specialize import Specialized
+from blocktensor.ops.runtime.specialize import Specialized, recorded
 from blocktensor.ops.runtime.triton_compat.gluon import async_load, async_store
 from tests.support.numeric import assert_same, assert_same_forms, relative_error
 
@@ -55,29 +54,25 @@ def casts(x: Tensor, module: ModuleType = cast_ops) -> list[Quantized]:
 
 
 @pytest.fixture
-def plays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Counts replays, so that a test cannot pass by launching in the ordinary way."""
-    original, count = replay.current_stream, [0]
-
-    def current_stream(device: int) -> int:
-        count[0] += 1
-        return original(device)
-
-    monkeypatch.setattr(replay, "current_stream", current_stream)
-    return count
+def plays() -> Callable[[], int]:
+    """Count repeated calls, so that a test cannot pass by launching in the ordinary way."""
+    player = build_player.player()
+    assert player is not None
+    before = player.plays()
+    return lambda: player.plays() - before
 
 
-def test_memory_is_reused_by_other_shapes(plays: list[int]) -> None:
+def test_memory_is_reused_by_other_shapes(plays: Callable[[], int]) -> None:
     dtypes = (torch.bfloat16, torch.float32)
     inputs = [draw(*each) for each in product(SHAPES, range(2), dtypes)]
     expected = [casts(x, reference) for x in inputs]
     for turn in range(200):
         i = turn * 7 % len(inputs)
         assert_same_forms(casts(inputs[i]), expected[i])
-    assert plays[0] >= 6 * 180
+    assert plays() >= 6 * 180
 
 
-def test_streams(plays: list[int]) -> None:
+def test_streams(plays: Callable[[], int]) -> None:
     x = draw((256, 512))
     casts(x), casts(x)
     expected = casts(x, reference)
@@ -93,10 +88,10 @@ def test_streams(plays: list[int]) -> None:
     torch.cuda.synchronize()
     for results in late:
         assert_same_forms(results, expected)
-    assert plays[0] >= 18
+    assert plays() >= 18
 
 
-def test_threads(plays: list[int]) -> None:
+def test_threads(plays: Callable[[], int]) -> None:
     inputs = [draw(shape, seed) for seed, shape in enumerate(SHAPES)]
     expected = [casts(x, reference) for x in inputs]
 
@@ -109,10 +104,10 @@ def test_threads(plays: list[int]) -> None:
     torch.cuda.synchronize()
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(work, range(4)))
-    assert plays[0] >= 4 * 30 * 6
+    assert plays() >= 4 * 30 * 6
 
 
-def test_a_captured_graph_follows_its_inputs(plays: list[int]) -> None:
+def test_a_captured_graph_follows_its_inputs(plays: Callable[[], int]) -> None:
     x = draw((256, 512))
     with torch.cuda.stream(torch.cuda.Stream()):
         casts(x), casts(x)
@@ -120,7 +115,7 @@ def test_a_captured_graph_follows_its_inputs(plays: list[int]) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         results = casts(x)
-    assert plays[0] >= 6
+    assert plays() >= 6
     for seed in (1, 2):
         x.copy_(draw((256, 512), seed))
         graph.replay()
@@ -128,27 +123,27 @@ def test_a_captured_graph_follows_its_inputs(plays: list[int]) -> None:
 
 
 @pytest.mark.multi_gpu
-def test_tensors_of_another_device_than_the_current(plays: list[int]) -> None:
+def test_tensors_of_another_device_than_the_current(plays: Callable[[], int]) -> None:
     for index in (1, 0, 1, 0, 1, 0, 1):
         x = draw((256, 512), index).to(f"cuda:{index}")
         results = casts(x)
         assert {y.device for made in results for y in (made.data, made.scale)} == {x.device}
         assert_same_forms(results, casts(x, reference))
         assert torch.cuda.current_device() == 0
-    assert plays[0] >= 3 * 6
+    assert plays() >= 3 * 6
 
 
-def test_deterministic_mode_fills_what_a_replay_leaves(plays: list[int]) -> None:
+def test_deterministic_mode_fills_what_a_replay_leaves(plays: Callable[[], int]) -> None:
     a = quantize_rowwise(draw((130, 512)), BLOCKS_1X128)
     for _ in range(3):
         data, scale, _ = quantize_rowwise(draw((130, 512)), BLOCKS_1X128)
         padding = scale.as_strided((2, 4), (1, 132), 130)  # the leading dimension's last rows
         assert padding.isnan().all() == torch.are_deterministic_algorithms_enabled()
         assert_same(data, a.data)
-    assert plays[0] >= 2
+    assert plays() >= 2
 
 
-def test_gemms_replay(monkeypatch: pytest.MonkeyPatch, plays: list[int]) -> None:
+def test_gemms_replay(monkeypatch: pytest.MonkeyPatch, plays: Callable[[], int]) -> None:
     monkeypatch.setenv("BLOCKTENSOR_GEMM", "triton")
     bias = torch.randn(128, device="cuda", dtype=torch.bfloat16)
     for seed in range(4):
@@ -160,9 +155,10 @@ def test_gemms_replay(monkeypatch: pytest.MonkeyPatch, plays: list[int]) -> None
                 product = reference.gemm(a, b, None, torch.float32)
                 wanted = product if added is None else product + added
                 assert relative_error(out, wanted) <= 2e-4
-    assert plays[0] >= 2 * 2 * 4
+    assert plays() >= 2 * 2 * 4
 
 
+@pytest.mark.unchecked
 def test_hooks_see_every_launch() -> None:
     x, seen = draw((256, 512)), []
     casts(x)
@@ -209,16 +205,12 @@ def copy_by_tiles(x: Tensor) -> Tensor:
 
 
 @pytest.fixture
-def copy() -> Specialized[Any]:
-    return Specialized(lambda x: Replay(copy_by_tiles))
+def copy() -> Specialized:
+    return Specialized(lambda x: recorded(copy_by_tiles))
 
 
 @needs_tma
-@pytest.mark.parametrize("bound", [1024, 2])
-def test_tensor_maps_follow_their_tensors(
-    copy: Specialized[Any], plays: list[int], bound: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(replay, "MAX_MAPS", bound)
+def test_tensor_maps_follow_their_tensors(copy: Specialized, plays: Callable[[], int]) -> None:
     kept = []
     for turn in range(60):
         shape = ((64, 64), (32, 64), (64, 48))[turn % 3]
@@ -228,11 +220,11 @@ def test_tensor_maps_follow_their_tensors(
         if turn % 4 == 0:
             kept.append((x, y))
     assert all(torch.equal(x, y) for x, y in kept)
-    assert plays[0] == 54
+    assert plays() == 54
 
 
 @needs_tma
-def test_a_recording_holds_its_kernel(copy: Specialized[Any], plays: list[int]) -> None:
+def test_a_recording_holds_its_kernel(copy: Specialized, plays: Callable[[], int]) -> None:
     """Triton drops a kernel that another thread compiles at the same time, and then unloads it."""
     x = draw((64, 64))
     for _ in range(3):
@@ -240,4 +232,4 @@ def test_a_recording_holds_its_kernel(copy: Specialized[Any], plays: list[int]) 
     copy_tile_kernel.device_caches.clear()
     gc.collect()
     assert torch.equal(copy(x), x)
-    assert plays[0] == 3
+    assert plays() == 3

@@ -1,0 +1,224 @@
+"""Launches recorded once, as data that ``player.cpp`` repeats.
+
+A recorded function allocates tensors, plans launches from its arguments' shapes and strides, and
+launches. None of it depends on values or addresses, so calls with arguments of the same kind
+(``specialize.py``) can repeat a recorded one with new addresses: they allocate the same tensors and
+launch the same kernels. Results are the same, bit for bit. Calls of one kind may differ in a number
+of rows that kernels get as :class:`~.launch.Rows`: that of the first argument or, if it is no
+tensor, the first integer.
+
+A recording holds no address and no mutable state: threads, streams and CUDA graph capture need no
+special handling.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..formats import ceil_div
+from .launch import watch_launches
+from .triton_compat import launcher
+
+
+class NotRepeatable(Exception):
+    """Raised for calls that do more than allocate and launch; the message says what."""
+
+
+def record(function: Callable[..., Any], args: tuple[Any, ...], player: Any) -> tuple[Any, Any]:
+    """Call a function, and return its result and the recording of the call.
+
+    The function takes tensors, tuples of them (``Quantized``) and other arguments; allocates with
+    ``torch.empty`` and similar functions; launches; and returns tensors that it allocated, tuples
+    of them, or None.
+
+    Args:
+        function: the function.
+        args: its arguments.
+        player: the module of ``player.cpp``.
+
+    Returns:
+        The result, and the recording: None if this call cannot be recorded but another of its kind
+        may be, or the function itself if no call can be repeated (it runs another op, or Triton
+        alone can launch one of its kernels).
+    """
+    given = tensors_in(args)
+    addresses = {x.data_ptr() for x in given}
+    if len(addresses) < len(given) or launcher.hooked():
+        # Two arguments at one address cannot be distinguished.
+        return function(*args), None
+    with watch_launches() as launches, _Watch() as watch:
+        result = function(*args)
+    try:
+        if watch.others:
+            raise NotRepeatable(f"it runs {watch.others[0]}")
+        call = _Call(args, given, watch.allocated, launches, result)
+        return result, player.Recording(*call.as_data())
+    except launcher.UnknownTriton as error:
+        _warn_once(str(error))
+        return result, function
+    except (NotRepeatable, launcher.Unsupported):
+        return result, function
+
+
+@functools.cache
+def _warn_once(reason: str) -> None:
+    warnings.warn(
+        f"blocktensor: kernels are launched by Triton itself, which takes several times the host "
+        f"time: Triton {triton.__version__} describes them in another way than 3.6 to 3.9 "
+        f"({reason}). Results are the same",
+        stacklevel=2,
+    )
+
+
+class _Watch(TorchDispatchMode):
+    """Collects the tensors that a function allocates, and the names of all other ops it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.allocated: list[Tensor] = []
+        self.others: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func in _ALLOCATIONS:
+            self.allocated.append(out)
+        elif not _is_view(func):
+            self.others.append(str(func))
+        return out
+
+
+_ALLOCATIONS = (
+    torch.ops.aten.empty.memory_format,
+    torch.ops.aten.empty_strided.default,
+    torch.ops.aten.empty_like.default,
+    torch.ops.aten.new_empty.default,
+    torch.ops.aten.new_empty_strided.default,
+)
+
+
+def _is_view(func: Any) -> bool:
+    aliases = [value.alias_info for value in func._schema.returns]
+    return all(alias is not None and not alias.is_write for alias in aliases)
+
+
+def tensors_in(values: Any) -> list[Tensor]:
+    """Return the tensors in nested tuples, in the order in which ``player.cpp`` meets them."""
+    if isinstance(values, Tensor):
+        return [values]
+    if isinstance(values, tuple):
+        return [x for value in values for x in tensors_in(value)]
+    return []
+
+
+_ALIGNMENT = 512
+
+
+class _Call:
+    """One call, to be written down: what it was given, allocated, launched and returned.
+
+    Attributes:
+        given: the tensors among its arguments.
+        made: the tensors that it allocated.
+    """
+
+    def __init__(
+        self,
+        args: tuple[Any, ...],
+        given: list[Tensor],
+        made: list[Tensor],
+        launches: list[tuple[Any, Any]],
+        result: Any,
+    ) -> None:
+        self.given, self.made, self.launches, self.result = given, made, launches, result
+        self.device = given[0].device
+        if any(x.device != self.device for x in made):
+            raise NotRepeatable("it allocates on another device")
+        # Calls say their number of rows; one that does not has always as many.
+        self._has_rows = isinstance(args[0], Tensor) or any(type(x) is int for x in args)
+        self._sized = {x.data_ptr() for each, _ in launches if (x := each.sized) is not None}
+        # Tensors that are not returned share one allocation, the first, unless their rows differ.
+        inner = self._inner()
+        self._offsets, size = {}, 0
+        for i in inner if len(inner) > 1 else ():
+            self._offsets[i] = size
+            size += ceil_div(made[i].untyped_storage().nbytes(), _ALIGNMENT) * _ALIGNMENT
+        self._allocations: list[tuple[Any, ...]] = []
+        self._index: dict[int, int] = {}  # of an allocation, by the number of its tensor
+        if size:
+            self._allocations.append(((size,), (1,), torch.uint8, False))
+        for i, x in enumerate(made):
+            if i not in self._offsets:
+                self._index[i] = len(self._allocations)
+                rows = self._has_rows and x.data_ptr() in self._sized
+                self._allocations.append((tuple(x.shape), x.stride(), x.dtype, rows))
+
+    def as_data(self) -> tuple[Any, ...]:
+        """Return the arguments of ``Recording`` of ``player.cpp``."""
+        launches = [self._launch(each, compiled) for each, compiled in self.launches]
+        compiled = [each for _, each in self.launches]
+        return self.device, self._allocations, launches, self._returned(self.result), compiled
+
+    def _inner(self) -> list[int]:
+        kept = {x.untyped_storage().data_ptr() for x in _leaves(self.result)} | self._sized
+        storages = (x.untyped_storage().data_ptr() for x in self.made)
+        return [i for i, storage in enumerate(storages) if storage not in kept]
+
+    def _launch(self, launch: Any, compiled: Any) -> tuple[Any, ...]:
+        kernel = launcher.kernel_of(launch, compiled)
+        parameters: list[tuple[Any, ...]] = []
+        for kind, first, *rest in kernel.parameters:
+            if isinstance(first, Tensor):
+                parameters.append((kind, *self._place(first), *rest))
+            elif kind == "rows" and not self._has_rows:
+                parameters.append(("number", first))
+            else:
+                parameters.append((kind, first))
+        return *kernel.configuration, parameters
+
+    def _place(self, tensor: Tensor) -> tuple[int, int]:
+        """Return the tensor of the call that a pointer lies in, and the bytes before it there."""
+        at = tensor.data_ptr()
+        known = [(i, x) for i, x in enumerate(self.given)]
+        known += [(len(self.given) + i, x) for i, x in enumerate(self.made)]
+        found = [(i, x) for i, x in known if x.data_ptr() == at]
+        if not found:  # a part of one of them
+            storage = tensor.untyped_storage().data_ptr()
+            found = [(i, x) for i, x in known if x.untyped_storage().data_ptr() == storage]
+        if len(found) != 1:
+            raise NotRepeatable("a kernel gets a pointer of unknown origin")
+        ((i, x),) = found
+        behind = at - x.data_ptr()
+        number = i - len(self.given)
+        if number < 0:
+            return i, behind
+        if number in self._offsets:
+            return len(self.given), self._offsets[number] + behind
+        return len(self.given) + self._index[number], behind
+
+    def _returned(self, result: Any) -> tuple[Any, ...]:
+        if isinstance(result, tuple):
+            return "tuple", type(result), tuple(self._returned(x) for x in result)
+        if not isinstance(result, Tensor):
+            return "object", result
+        for i, base in enumerate(self.made):  # under a mode, a factory returns another object
+            same = base.untyped_storage().data_ptr() == result.untyped_storage().data_ptr()
+            if same and base.dtype == result.dtype:
+                view = tuple(result.shape), result.stride(), result.storage_offset()
+                if view == (tuple(base.shape), base.stride(), 0):
+                    return "tensor", self._index[i]
+                return "view", self._index[i], *view
+        raise NotRepeatable("it returns a tensor that it did not allocate")
+
+
+def _leaves(result: Any) -> list[Tensor]:
+    return tensors_in(result)

@@ -1,0 +1,42 @@
+"""Say why ``convert`` leaves a parameter in high precision, and what would convert it."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from ..conversion.plan import NO_FAST_PATH, Choices, decide, heads_of
+from ..model.names import stacks_like
+from ..model.running_module import without_wrappers
+from ..model.weights import Matrix, matrices_of
+
+
+def remedies(model: nn.Module) -> dict[str, str]:
+    """Return the reasons and remedies by the names of parameters; of weights in FP8 none.
+
+    A parameter has the first reason of all modules that hold it: a linear layer's before others.
+    """
+    matrices = matrices_of(model, {})
+    decide(matrices, Choices(None, None, {}, True, heads_of(model), False))
+    found: dict[int, str] = {}
+    for matrix in sorted(matrices, key=lambda matrix: matrix.unconvertible is not None):
+        if not matrix.in_fp8 or matrix.is_chosen:
+            found.setdefault(id(matrix.parameter), _remedy(matrix, matrices, model))
+    named = model.named_parameters(remove_duplicate=False)
+    return {without_wrappers(name): found[id(x)] for name, x in named if id(x) in found}
+
+
+def _remedy(matrix: Matrix, matrices: list[Matrix], model: nn.Module) -> str:
+    if matrix.why is None:
+        return "convert(model) would convert it"
+    if matrix.is_unknown_stack:
+        return (
+            f"a stack of matrices that convert does not know: "
+            f"convert(model, stacks={stacks_like(matrix, matrices, model)})"
+        )
+    why = without_wrappers(matrix.why)
+    kind = why.partition(":")[0]
+    if kind in ("small", NO_FAST_PATH):
+        return f"{why.removesuffix(' (skip_small)')}: convert(model, skip_small=False)"
+    if kind == "lm head":
+        return f"{why}: convert(model, convert_head=True)"
+    return f"{why}: hold it in an nn.Linear" if kind == "not the weight of a linear" else why

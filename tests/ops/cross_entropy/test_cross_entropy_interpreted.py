@@ -1,0 +1,72 @@
+"""The loss of logits and its gradient by Triton kernels, interpreted on the CPU: float64's."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.support.interpreter import interpreted
+from tests.support.models import randn
+from tests.support.numeric import DTYPES
+
+
+def check(logits: Tensor, target: Tensor, total: Tensor | None, ignored: int = -100) -> None:
+    from blocktensor.ops.cross_entropy import triton_rows
+
+    leaf = logits.double().requires_grad_()
+    want = F.cross_entropy(leaf, target, reduction="sum", ignore_index=ignored)
+    want = want if total is None else want / total
+    (gradient,) = torch.autograd.grad(want, leaf)
+    given = torch.full((len(logits), logits.shape[1] + 8), 7.0, dtype=logits.dtype)
+    rows = given[:, : logits.shape[1]].copy_(logits)  # rows apart
+    made = triton_rows.loss_and_gradient_(rows, target, total, ignored)
+    torch.testing.assert_close(made.double(), want.detach(), rtol=2e-6, atol=1e-6)
+    steps = max(torch.finfo(logits.dtype).eps, 1e-6)
+    assert float((rows.double() - gradient).abs().max()) <= steps * float(gradient.abs().max())
+    assert (given[:, logits.shape[1] :] == 7).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@interpreted
+def test_loss_and_gradient(dtype: torch.dtype) -> None:
+    for shape in ((1, 1), (7, 129), (4, 8193), (2, 20000)):
+        logits = 4 * randn(*shape, dtype=dtype)
+        logits[0, -1] = 30
+        target = torch.arange(len(logits)) % shape[1]
+        target[1::7] = -100
+        for total in (None, torch.tensor(3.5), (target != -100).sum()):
+            check(logits, target, total)
+        check(logits, target.clamp(min=0), None, ignored=0)
+
+
+@interpreted
+def test_more_rows_than_one_tile_of_losses() -> None:
+    check(randn(1100, 3), torch.arange(1100) % 3, torch.tensor(1100))
+
+
+@interpreted
+def test_large_and_infinite_logits() -> None:
+    logits = 1e4 * randn(6, 9000, dtype=torch.bfloat16)
+    logits[1] = -1e4
+    logits[2, ::2] = -math.inf
+    logits[2, :8192] = -math.inf  # a whole first tile
+    logits[3, 7] = 3e38
+    check(logits, torch.tensor([5, 0, 8999, 7, 299, 1]), None)
+
+
+@interpreted
+def test_ignored_rows_and_classes_that_do_not_exist() -> None:
+    from blocktensor.ops.cross_entropy import triton_rows
+
+    for wrong in (9000, -1, 2**40):
+        logits = randn(3, 9000)
+        logits[2] = math.nan
+        loss = triton_rows.loss_and_gradient_(logits, torch.tensor([5, wrong, -100]), None, -100)
+        assert loss.isnan()
+        assert logits[0].isfinite().all()
+        assert logits[1].isnan().all()
+        assert (logits[2] == 0).all()

@@ -1,0 +1,344 @@
+"""Who reads weights that were written: gathers before a forward, in it, and in backward."""
+
+from __future__ import annotations
+
+import copy
+import datetime
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
+
+from blocktensor import convert
+from blocktensor.sharding import ranks
+from blocktensor.sharding.fsdp import amax_table
+from tests.support.models import randn
+from tests.support.ranks import on_ranks, run
+from tests.support.sharded import (
+    Wire,
+    assert_equal,
+    gradients,
+    reductions,
+    scale,
+    step,
+    whole,
+)
+
+K, HIDDEN = 192, 300
+
+
+def body() -> nn.Sequential:
+    """Three linears, of which the last belongs to the root's group."""
+    torch.manual_seed(0)
+    layers = nn.Linear(K, HIDDEN), nn.Linear(HIDDEN, HIDDEN, bias=False), nn.Linear(HIDDEN, K)
+    return nn.Sequential(*layers)
+
+
+def twins(mesh: DeviceMesh, make: Callable[[], nn.Module] = body, **options: Any) -> Any:
+    """A converted model that is sharded by layer, and a copy that is not."""
+    single = make()
+    convert(single, skip_small=False, convert_head=True)
+    model = copy.deepcopy(single)
+    for layer in [*model.children()][:2]:
+        fully_shard(layer, mesh=mesh, **options)
+    fully_shard(model, mesh=mesh)
+    return model, single
+
+
+def batch(number: int) -> Tensor:
+    return randn(24, K, seed=number, dtype=torch.float32)
+
+
+def assert_same_step(model: nn.Module, single: nn.Module, number: int, **inputs: Any) -> None:
+    """Outputs and gradients have the bits of one process."""
+    for each in (model, single):
+        each.zero_grad()
+    x, y = (batch(number).requires_grad_() for _ in range(2))
+    made, wanted = model(x), single(y)
+    assert torch.equal(made, wanted)
+    for each in (made, wanted):
+        each.square().mean().backward()
+    assert torch.equal(x.grad, y.grad)
+    assert_equal(gradients(model), gradients(single))
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module) -> Tensor:
+    made: Tensor = model(batch(7))
+    return made
+
+
+EARLY: dict[str, Callable[[Any], Any]] = {
+    "the root": lambda model: model.unshard(),
+    "the first block": lambda model: model[0].unshard(),
+    "blocks": lambda model: [block.unshard() for block in model[:2]],
+    "all": lambda model: [part.unshard(async_op=True) for part in (model, *model[:2])],
+    "the root, after an evaluation": lambda model: (
+        evaluate(model),
+        model.reshard(),
+        scale(2, *model.parameters()),
+        scale(0.5, *model.parameters()),
+        model.unshard(),
+    ),
+}
+
+
+@pytest.mark.parametrize("early", EARLY)
+@on_ranks(1, 2, gpus=())
+def test_unshard_before_every_forward(mesh: DeviceMesh, early: str) -> None:
+    """As training loops do, to begin the first gather early."""
+    for first in (0, 1):
+        model, single = twins(mesh)
+        optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, single)]
+        for number in range(4):
+            if number >= first:
+                EARLY[early](model)
+            assert_same_step(model, single, number)
+            step(*optimizers)
+        assert_equal(model.parameters(), single.parameters())
+
+
+class Teacher(nn.Module):
+    """A student, and a teacher that follows it: written to inside of the forward, as in MoCo.
+
+    The weights of the teacher begin a hundred times smaller.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.student = nn.Linear(K, HIDDEN, bias=False)
+        self.teacher = nn.Linear(K, HIDDEN, bias=False)
+        with torch.no_grad():
+            self.teacher.weight.mul_(0.01)
+        self.follow: Callable[[], Any] = lambda: None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.student(x)
+        with torch.no_grad():
+            self.follow()
+        return y * self.teacher(x)
+
+
+def following(mesh: DeviceMesh) -> tuple[Teacher, Teacher]:
+    model, single = twins(mesh, Teacher)
+    for each in (model, single):
+        student, teacher = each.student.weight, each.teacher.weight
+        each.follow = lambda student=student, teacher=teacher: teacher.lerp_(student.detach(), 0.5)
+    return model, single
+
+
+@on_ranks(1, 2, gpus=())
+def test_a_teacher_that_is_written_inside_of_a_forward(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks agree once that this happens; then every forward reduces its amaxes again."""
+    agreed: list[str] = []
+    agree = amax_table.agree
+    monkeypatch.setattr(amax_table, "agree", lambda *x: (agreed.append(x[0]), agree(*x)))
+    model, single = following(mesh)
+    optimizers = [torch.optim.SGD(m.student.parameters(), lr=1.0) for m in (model, single)]
+    for number in range(3):
+        assert_same_step(model, single, number)
+        step(*optimizers)
+        assert_equal(model.parameters(), single.parameters())
+    assert reductions(model) == 2 * 3
+    asked = "FP8 weights that a forward writes to before it gathers them"
+    assert agreed == ["sharded FP8 weights", asked][: mesh.size()]
+    # the rows of one rank alone, or uncounted
+    for write in (lambda p: p.to_local().mul_(3), lambda p: p.to_local().view(-1).data.mul_(3)):
+        model.follow = lambda write=write: mesh.get_local_rank() or write(model.shard)
+        model.shard = None
+        for part in (model.student, model.teacher, model):
+            part.reshard()
+        model.shard = model.teacher.weight
+        before = whole(model.teacher.weight)
+        found = evaluate(model)
+        assert not torch.equal(before, whole(model.teacher.weight))
+        single.follow = lambda: None
+        with torch.no_grad():
+            for p, q in zip(single.parameters(), model.parameters(), strict=True):
+                p.copy_(whole(q))
+        assert torch.equal(found, evaluate(single))
+
+
+def _written_on_one_rank(rank: int, world: int, folder: str) -> None:
+    ranks.TIMEOUT = datetime.timedelta(seconds=1)
+    model, _ = following(init_device_mesh("cpu", (world,)))
+    weight = model.teacher.weight
+    model.follow = lambda: rank and weight.to_local().mul_(2)
+    with pytest.raises(RuntimeError) as error:
+        model(batch(0))
+    Path(folder, str(rank)).write_text(str(error.value))
+    os._exit(rank)  # the other one waits for it
+
+
+def test_one_rank_alone_writes_inside_of_a_forward(tmp_path: Path) -> None:
+    folder = tmp_path / "errors"
+    with pytest.raises(RuntimeError, match="exit code"):
+        run(_written_on_one_rank, 2, folder)
+    assert re.match(
+        "rank 1 waited 1 s for rank 0 to compare FP8 weights that a forward writes to before it "
+        r"gathers them, of which it has teacher\.weight: write to the shards on all ranks, or "
+        "before the forward$",
+        (folder / "1").read_text(),
+    )
+    assert (folder / "0").exists()  # an error of the group
+
+
+@on_ranks(2, gpus=())
+def test_a_gather_on_its_way_keeps_its_scales(mesh: DeviceMesh) -> None:
+    """FSDP2 uses the values of the time when it began to gather."""
+    model, single = twins(mesh)
+    evaluate(model)
+    for part in (*model[:2], model):
+        part.reshard()
+    model[1].unshard(async_op=True)
+    scale(3, model[1].weight)
+    assert torch.equal(evaluate(model), evaluate(single))  # the first gather reduces all amaxes
+    model[1].reshard()
+    scale(3, single[1].weight)
+    assert torch.equal(evaluate(model), evaluate(single))
+
+
+@on_ranks(2, gpus=())
+def test_ranks_with_whole_weights_wait_for_nobody(mesh: DeviceMesh) -> None:
+    """A replica may run a forward alone, and has scales of its own weights."""
+    single = body()
+    convert(single, skip_small=False, convert_head=True)
+    model = replicate(copy.deepcopy(single), mesh=mesh)
+    assert torch.equal(evaluate(model), evaluate(single))
+    model.reshard()
+    if mesh.get_local_rank() == 0:
+        for weight in (model[0].weight, single[0].weight):
+            with torch.no_grad():
+                (weight if weight is single[0].weight else weight.to_local()).mul_(5)
+        for _ in range(2):
+            model.reshard()
+            assert torch.equal(evaluate(model), evaluate(single))
+    dist.barrier()
+    assert torch.equal(evaluate(model), evaluate(single))
+
+
+# Writes that PyTorch does not count, between the reduction and a gather: NaN, on all ranks
+
+UNSEEN: dict[str, Callable[[Any], Any]] = {
+    "greater": lambda p: p.to_local().view(-1).data.mul_(3),
+    "smaller": lambda p: p.to_local().view(-1).data.mul_(0.3),
+    "some rows": lambda p: p.to_local().view(-1).data[-500:].add_(9),
+    "numpy": lambda p: p._local_tensor.master.numpy().__imul__(2),
+}
+
+
+@pytest.mark.parametrize("write", UNSEEN)
+@on_ranks(2, gpus=())
+def test_writes_that_nobody_counts(mesh: DeviceMesh, write: str) -> None:
+    for writes in ((0, 1), (1,)):
+        model, _ = following(mesh)
+        weight, is_mine = model.teacher.weight, mesh.get_local_rank() in writes
+        change = lambda p=weight, mine=is_mine: mine and UNSEEN[write](p)  # noqa: E731
+        model.follow = change
+        assert evaluate(model).isnan().any()  # in the forward, before the gather
+        model.follow = lambda: None
+        assert evaluate(model).isfinite().all()
+        x = batch(0).requires_grad_()
+        y = model(x)
+        change()
+        y.sum().backward()
+        assert x.grad.isnan().any()
+
+
+@on_ranks(2, gpus=())
+def test_a_compiled_block_whose_weight_changes_before_backward(mesh: DeviceMesh) -> None:
+    """A traced backward cannot raise: its gradients are NaN."""
+    model, _ = twins(mesh)
+    model[1].compile(backend="eager")  # others may keep a form of the weight
+    x = batch(0).requires_grad_()
+    y = model(x)
+    scale(1.5, model[1].weight)
+    y.sum().backward()
+    assert x.grad.isnan().all()
+
+
+# What a step sends
+
+
+def steps(model: nn.Module, run: Callable[[nn.Module], Any]) -> Wire:
+    """What the third step sends."""
+    for _ in range(3):
+        with Wire() as wire:
+            run(model)
+            for p in model.parameters():
+                assert p.grad is not None
+                with torch.no_grad():
+                    p.sub_(p.grad)
+                p.grad = None
+    return wire
+
+
+def train(model: Any) -> None:
+    model(batch(0)).sum().backward()
+
+
+def microbatches(model: Any) -> None:
+    for number in range(3):
+        model.set_requires_gradient_sync(number == 2)
+        model(batch(number)).sum().backward()
+
+
+def recomputed(model: Any) -> None:
+    checkpoint(model, batch(0), use_reentrant=False).sum().backward()
+
+
+def evaluated(model: Any) -> None:
+    evaluate(model)
+    train(model)
+
+
+def early(model: Any) -> None:
+    model.unshard(async_op=True)
+    train(model)
+
+
+def prefetching(model: Any) -> None:
+    model.set_modules_to_forward_prefetch([model[0], model[1]])
+    model[1].set_modules_to_backward_prefetch([model[0]])
+    train(model)
+
+
+@pytest.mark.parametrize(
+    ("run", "options", "more"),
+    [
+        (train, {}, 1),
+        (train, {"reshard_after_forward": False}, 1),
+        (prefetching, {}, 1),
+        (microbatches, {}, 3),
+        (evaluated, {}, 2),
+        (early, {}, 2),
+        (recomputed, {}, 2),
+    ],
+)
+@on_ranks(2, gpus=())
+def test_what_a_step_sends(
+    mesh: DeviceMesh, run: Callable[..., Any], options: dict[str, Any], more: int
+) -> None:
+    """As many collectives as a plain model, and the reductions of amaxes."""
+    model, _ = twins(mesh, **options)
+    plain = body()
+    for layer in plain[:2]:
+        fully_shard(layer, mesh=mesh, **options)
+    fully_shard(plain, mesh=mesh)
+    found, was = steps(model, run), steps(plain, run)
+    assert len(found.gathered) == len(was.gathered)
+    assert len(found.scattered) == len(was.scattered)
+    assert len(found.reduced) == len(was.reduced) + more
