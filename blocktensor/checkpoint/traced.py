@@ -91,13 +91,12 @@ class TracedTensor(torch.Tensor):
         layouts = _layouts(func, _described(args), _described(tuple(kwargs.items())))
         rule = _RULES.get(func)
         blocks = None if rule is None else rule(func, args, kwargs)
-        several = isinstance(layouts, list)
-        each = layouts if several else [layouts]
+        each = layouts if isinstance(layouts, list) else [layouts]
         results = [
             cls(layout, names, found)
             for layout, found in zip(each, blocks or [None] * len(each), strict=True)
         ]
-        return results if several else results[0]
+        return results if isinstance(layouts, list) else results[0]
 
 
 def traced(name: str, shape: Sequence[int], dtype: torch.dtype) -> TracedTensor:
