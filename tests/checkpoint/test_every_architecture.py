@@ -98,29 +98,32 @@ READERS: tuple[Reader, ...] = (by_dequantizing, by_fp8_modules, by_our_config)
 
 
 def values(model: nn.Module) -> dict[str, Tensor]:
-    """All tensors in fp32, with the scales of FP8 modules multiplied."""
+    """All tensors, with the scales of FP8 modules multiplied."""
     state, found = model.state_dict(keep_vars=True), dict[str, Tensor]()
     for name, x in state.items():
         if isinstance(x, BlockwiseFP8Tensor):
-            found[name] = x.dequantize().float()
+            found[name] = x.dequantize()
         elif isinstance(x, Tensor) and x.dtype == torch.float8_e4m3fn:
             scale = state[f"{name}_scale_inv"].detach().float()
             fp8 = BlockwiseFP8Tensor.from_data(
                 x.detach(), scale, block_shape=(128, 128), dtype=torch.bfloat16
             )
-            found[name] = fp8.dequantize().float()
+            found[name] = fp8.dequantize()
         elif isinstance(x, Tensor):
-            found[name] = x.detach().float()
+            found[name] = x.detach()
     return found
 
 
 def differing(found: nn.Module, wanted: nn.Module) -> set[str]:
-    """The names of tensors that have other values."""
-    these, those = values(found), values(wanted)
+    """The names of tensors that have other values, in the dtypes of ``wanted``.
+
+    transformers makes some in fp32 whatever the dtype of the model, HunYuan's routers for example.
+    """
+    these = values(found)
     return {
         name
-        for name, x in those.items()
-        if name not in these or these[name].shape != x.shape or not torch.equal(these[name], x)
+        for name, x in values(wanted).items()
+        if name not in these or not torch.equal(these[name].to(x.dtype), x)
     }
 
 
@@ -134,7 +137,9 @@ def changed_by_transformers(model_type: str, folder: Path) -> set[str]:
 def check(model_type: str, folder: Path, **options: Any) -> tuple[int, int, dict[str, str]]:
     """Write a model and read it; return both numbers of weights, and what each reader did."""
     source = made(model_type).requires_grad_(False)
-    convert(source, skip_small=False)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"\d+ stacks of matrices .* stay in high precision")
+        convert(source, skip_small=False)
     fp8 = sum(isinstance(x, BlockwiseFP8Tensor) for x in source.parameters())
     if not fp8:
         pytest.skip(f"{model_type}: no weight is converted")
