@@ -228,6 +228,17 @@ def _load(
         with contextlib.suppress(Exception):  # of the module that has refused
             set_states(before)
         raise
+    _assign(targets, sources, values)
+    set_states(extra)  # again, as after a load of torch, where a state may depend on weights
+    return tuple(name for name, source in sources.items() if source.is_fp8)
+
+
+def _assign(
+    targets: Mapping[str, _Target],
+    sources: Mapping[str, Source],
+    values: Mapping[str, Tensor | list[Tensor]],
+) -> None:
+    """Give the model what was read: new parameters, or new values of those that stay."""
     replaced: dict[int, Tensor] = {}
     for name, made in values.items():
         current = targets[name].current
@@ -245,8 +256,6 @@ def _load(
             setattr(target.module, target.attribute, replaced[id(target.current)])
         if isinstance(getattr(target.module, target.attribute), FP8Base):
             follow_pretrained_models()
-    set_states(extra)  # again, as after a load of torch, where a state may depend on weights
-    return tuple(name for name, source in sources.items() if source.is_fp8)
 
 
 class _Target(NamedTuple):

@@ -33,6 +33,18 @@ def architectures() -> dict[str, str]:
     return found
 
 
+def other_classes() -> list[str]:
+    """Return the names of all further classes of models: with other heads, or without."""
+    named = set(architectures().values())
+    return [
+        name
+        for name in dir(transformers)
+        if not name.endswith("PreTrainedModel") and name not in named
+        if isinstance(kind := getattr(transformers, name, None), type)
+        if issubclass(kind, transformers.PreTrainedModel)
+    ]
+
+
 # Entries of configs, by what they say of a model. Sizes are whole blocks of 128.
 
 _WIDTHS = """
@@ -147,7 +159,7 @@ def _with_each_kind(kinds: list[Any], count: int) -> list[Any]:
 def _configs(kind: Any, model_type: str) -> Iterator[Any]:
     """Yield smaller and smaller changes of a default config, and the config itself."""
     config = kind.config_class or CONFIG_MAPPING[model_type]
-    further = _FURTHER.get(model_type, {})
+    further = _FURTHER.get(config.model_type, {})
     for level in ("all", "all, and what is not set", "widths", "numbers"):
         yield lambda level=level: config(**{**_smaller(config(), level), **further})
     yield lambda: config(**further)
@@ -156,10 +168,15 @@ def _configs(kind: Any, model_type: str) -> Iterator[Any]:
 def small(model_type: str, seed: int) -> Any:
     """Return a small model in bf16, all of whose parameters have values that follow from a seed.
 
+    Args:
+        model_type: a model type, or the name of a class.
+        seed: of the values.
+
     Raises:
         RuntimeError: no config gives one, with the reasons.
     """
-    kind, errors = getattr(transformers, architectures()[model_type]), list[str]()
+    kind = getattr(transformers, architectures().get(model_type, model_type))
+    errors: list[str] = []
     for make in _configs(kind, model_type):
         try:
             config = make()
