@@ -13,8 +13,12 @@ from .pretrained import Loaded, Rules, loaded, rules_of, skeleton
 from .traced import TracedTensor, traced
 
 _INTEGERS = {
-    **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8},
-    **{"U8": torch.uint8, "BOOL": torch.bool},
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
 }
 
 

@@ -42,8 +42,12 @@ SUFFIX, OTHER = "_scale_inv", "_scale"
 """Suffixes of the names of scales, ours and those of compressed-tensors."""
 ROOTS = ("model.", "language_model.", "model.language_model.", "transformer.", "module.")
 PAIRS = (
-    *(("gate_proj", "up_proj"), ("k_proj", "v_proj"), ("q_proj", "o_proj"), ("w1", "w3")),
-    *(("up_proj", "down_proj"), ("layers.0.", "layers.1.")),
+    ("gate_proj", "up_proj"),
+    ("k_proj", "v_proj"),
+    ("q_proj", "o_proj"),
+    ("w1", "w3"),
+    ("up_proj", "down_proj"),
+    ("layers.0.", "layers.1."),
 )
 MODULES = (("mlp.", "block_sparse_moe."), ("mlp.", "ffn."), ("self_attn.", "attention."))
 
@@ -76,8 +80,15 @@ def plain(tensors: Tensors) -> Tensors:
 
 
 HISTORY = (
-    *("rooted", "unrooted", "moved", "swapped", "other modules", "other suffix", "lost"),
-    *("no scales", "doubled"),
+    "rooted",
+    "unrooted",
+    "moved",
+    "swapped",
+    "other modules",
+    "other suffix",
+    "lost",
+    "no scales",
+    "doubled",
 )
 
 
@@ -142,7 +153,11 @@ SOURCES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
 """Models, and the classes that load them."""
 
 MAPPINGS: tuple[Any, ...] = (
-    *(None, None, None, {"up_proj": "down_proj"}, {r"^model\.": ""}),
+    None,
+    None,
+    None,
+    {"up_proj": "down_proj"},
+    {r"^model\.": ""},
     {"gate_proj": "upproj", "up_proj": "gate_proj", "upproj": "up_proj"},
 )
 

@@ -47,14 +47,20 @@ def t5() -> Any:
 
 def bailing() -> Any:
     """Transformers joins three convolutions as it loads, and stacks experts."""
-    ranks = {"q_lora_rank": 128, "kv_lora_rank": 128, "v_head_dim": 64}
     return transformers.BailingHybridForCausalLM(
         transformers.BailingHybridConfig(
             **SIZES,
             **HEADS,
-            **ranks,
-            **{"qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "moe_intermediate_size": 128},
-            **{"num_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
+            q_lora_rank=128,
+            kv_lora_rank=128,
+            v_head_dim=64,
+            qk_rope_head_dim=64,
+            qk_nope_head_dim=64,
+            moe_intermediate_size=128,
+            num_experts=4,
+            num_experts_per_tok=2,
+            n_group=1,
+            topk_group=1,
             num_hidden_layers=2,
             first_k_dense_replace=1,
             pad_token_id=0,

@@ -92,9 +92,14 @@ _OTHER_SIZES = {
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 64),
     **dict.fromkeys(("linear_num_key_heads", "index_n_heads"), 2),
     **dict.fromkeys(("max_position_embeddings", "n_positions"), 256),
-    **{"linear_num_value_heads": 4, "index_topk": 4, "hidden_size_per_layer_input": 64},
-    **{"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
-    **{"image_size": 56, "patch_size": 14},
+    "linear_num_value_heads": 4,
+    "index_topk": 4,
+    "hidden_size_per_layer_input": 64,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "image_size": 56,
+    "patch_size": 14,
 }
 _AT_MOST = {
     **dict.fromkeys(_EXPERTS.split(), 4),
@@ -103,7 +108,16 @@ _AT_MOST = {
 }
 _PER_LAYER = ("layer_types", "layers_block_type", "mlp_layer_types", "indexer_types", "block_types")
 _FURTHER: dict[str, dict[str, Any]] = {
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, "num_hidden_layers": 4},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 64,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 4,
+    },
     "mamba2": {"num_heads": 8},
     "reformer": {"is_decoder": True},
     "autoformer": {"prediction_length": 8},
@@ -175,8 +189,10 @@ def small(model_type: str, seed: int) -> Any:
     Raises:
         RuntimeError: no config gives one, with the reasons.
     """
-    kind = getattr(transformers, architectures().get(model_type, model_type))
-    errors: list[str] = []
+    name = architectures().get(model_type, model_type)
+    kind, errors = getattr(transformers, name, None), list[str]()
+    if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
+        raise RuntimeError(f"transformers lacks {name}, or what that requires is not installed")
     for make in _configs(kind, model_type):
         try:
             config = make()
