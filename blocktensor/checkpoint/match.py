@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -112,9 +112,12 @@ def match(
         elif parts is not None:
             sources[name] = source(parts, whole=False)
         elif way := next((y for y in names[name] if _are_stored(folder, name, y, left)), None):
+            for reader in readers:  # what has the right name is not converted yet
+                _check_readable(folder, name, reader.failed)
             sources[name] = source(way.parts(x.shape), whole=True)
         else:
-            _check_unread(folder, name, readers)
+            for reader in readers:
+                _check_readable(folder, name, reader.failed | reader.mismatched)
     return Matched(sources, [name for name in left if name not in taken], readers)
 
 
@@ -134,13 +137,13 @@ def _computed(
     return Source([entire(name, x.shape)], [made], whole=False)
 
 
-def _check_unread(folder: Path, name: str, readers: Iterable[PretrainedReader]) -> None:
-    for reader in readers:
-        if name in reader.problems:
-            raise CheckpointError(
-                f"{folder}: {name!r} cannot be loaded from the tensors that transformers would "
-                f"load into it: {reader.problems[name]}"
-            )
+def _check_readable(folder: Path, name: str, problems: Mapping[str, str]) -> None:
+    """Raise CheckpointError if there is a reason why a tensor of the model cannot be made."""
+    if name in problems:
+        raise CheckpointError(
+            f"{folder}: {name!r} cannot be loaded from the tensors that transformers would load "
+            f"into it: {problems[name]}"
+        )
 
 
 def _without_scales(entry: Entry) -> CheckpointError:

@@ -30,7 +30,9 @@ class PretrainedReader:
     Attributes:
         parts: of a tensor of the model, by its name: the stored tensors of which it consists.
         computed: the names of the stored tensors from which it is computed otherwise.
-        problems: why a tensor of the model gets none of the stored ones that it would be made of.
+        failed: why a tensor of the model cannot be made of the stored ones that belong to it.
+        mismatched: tensors of another shape that would become a tensor of the model, by its name,
+            in words.
     """
 
     def __init__(
@@ -67,10 +69,11 @@ class PretrainedReader:
             else:
                 renamed = (part._replace(name=prefix + part.name) for part in x.parts)
                 self.parts[prefix + name] = tuple(renamed)
-        shapes = {
-            name: f"a tensor {list(x)} would be loaded" for name, x in made.mismatched.items()
+        self.failed = {prefix + name: why for name, why in made.errors.items()}
+        self.mismatched = {
+            prefix + name: f"a tensor {list(shape)} would be loaded"
+            for name, shape in made.mismatched.items()
         }
-        self.problems = {prefix + name: why for name, why in (shapes | made.errors).items()}
 
     @property
     def names(self) -> dict[str, frozenset[str]]:

@@ -86,6 +86,8 @@ class TracedTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func._schema.is_mutable:  # views of the tensor that is written would have other values
+            raise NotImplementedError(f"{func} writes to a tensor, which is not traced")
         kwargs = {name: value for name, value in (kwargs or {}).items() if name != "device"}
         names = frozenset[str]().union(*(x.names for x in _traced_in((*args, *kwargs.values()))))
         layouts = _layouts(func, _described(args), _described(tuple(kwargs.items())))

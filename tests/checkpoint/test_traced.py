@@ -81,6 +81,23 @@ def test_what_is_no_part_says_so(case: str) -> None:
     assert found.shape == wanted.shape and found.parts is None and found.names
 
 
+WRITES: dict[str, Op] = {
+    "to itself": lambda a, **_: a.mul_(2),
+    "to a view": lambda a, **_: a[1:, :2].transpose(1, 2).neg_(),
+    "to a new tensor": lambda a, **_: torch.empty_like(a).copy_(a),
+    "to a tensor with values": lambda a, **_: torch.zeros(a.shape).copy_(a),
+    "out=": lambda a, b, **_: torch.add(a, b, out=torch.empty_like(a)),
+}
+
+
+@pytest.mark.parametrize("case", WRITES)
+def test_writes_are_refused(case: str) -> None:
+    """Whoever reads the values by another view would not know of them."""
+    without = {name: traced(name, shape, torch.int64) for name, shape in SHAPES.items()}
+    with pytest.raises(NotImplementedError, match="writes to a tensor, which is not traced"):
+        WRITES[case](**without)
+
+
 def test_the_same_box_from_the_other_side() -> None:
     for case in OPS:
         wanted, found = both(OPS[case])

@@ -209,7 +209,7 @@ def _check_left(
         reader: of the FP8 weights that were left.
         tensors: of the model.
     """
-    for target in (*reader.names, *reader.problems):
+    for target in (*reader.names, *reader.failed, *reader.mismatched):
         source, others = matched.sources.get(target), reader.names.get(target, reader.stored)
         found = "other tensors" if source is None else repr(source.weights[0].name)
         raise CheckpointError(

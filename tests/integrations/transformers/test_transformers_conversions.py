@@ -69,6 +69,39 @@ def test_weights_that_transformers_computes_are_refused(
         load_fp8(llama(), tmp_path)
 
 
+class Doubled(core_model_loading.ConversionOps):
+    """Writes to the tensor that it gets."""
+
+    def convert(self, input_dict: Any, source_patterns: Any, target_patterns: Any, **_: Any) -> Any:
+        (x,) = input_dict.values()
+        return {target_patterns[0]: (x[0] if isinstance(x, list) else x).mul_(2)}
+
+    @property
+    def reverse_op(self) -> Doubled:
+        return self
+
+
+@pytest.mark.parametrize("high_precision", [False, True])
+def test_conversions_that_cannot_be_traced_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, high_precision: bool
+) -> None:
+    """The name of the tensor alone would give values that are not converted."""
+    if high_precision:
+        llama().bfloat16().save_pretrained(tmp_path)
+    else:
+        frozen_in_fp8(tmp_path)
+    with_rule(monkeypatch, Doubled())
+    with pytest.raises(CheckpointError, match=r"q_proj.weight' cannot be loaded from .* writes to"):
+        load_fp8(llama(), tmp_path)
+    if not high_precision:
+        with pytest.raises(CheckpointError, match=r"q_proj.weight"):
+            loaded(tmp_path, dtype="auto")
+        model = llama().requires_grad_(False)
+        convert(model, skip_small=False)
+        with pytest.raises(ValueError, match=r"q_proj.weight .* all_in_fp8=True stores the model"):
+            save_fp8(model, tmp_path / "other")
+
+
 # Files of other libraries
 
 
