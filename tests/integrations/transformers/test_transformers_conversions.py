@@ -12,9 +12,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import core_model_loading
 
-from blocktensor import CheckpointError, convert, load_fp8, save_fp8
-from tests.support.checkpoint_experts import read
-from tests.support.pretrained import choices, fp8_names, llama, loaded, values
+from blocktensor import BlockwiseFP8Tensor, CheckpointError, convert, load_fp8, save_fp8
+from tests.support.checkpoint_experts import read, rewrite
+from tests.support.pretrained import TOKENS, choices, fp8_names, llama, loaded, values
 
 
 def frozen_in_fp8(folder: Path) -> dict[str, Tensor]:
@@ -141,3 +141,22 @@ def test_a_stack_that_experts_names_and_nobody_has(llama_folder: Path) -> None:
         loaded(llama_folder, choices(experts={"*.moe": ["w_up"]}))
     with pytest.raises(ValueError, match=r"stacks names 'w_up' of 'model.layers.0.mlp', which has"):
         loaded(llama_folder, choices(experts={"model.layers.0.mlp": ["w_up"]}))
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize("tied", [True, False])
+def test_an_embedding_in_fp8_is_dequantized(tied: bool, frozen: bool, tmp_path: Path) -> None:
+    """It has no matmul that could read FP8, nor has a head that shares its weight."""
+    model = llama(tied=tied).bfloat16().requires_grad_(False)
+    convert(model, skip_small=False)
+    config = {**model.config.to_diff_dict(), "architectures": [type(model).__name__]}
+    save_fp8(model, tmp_path, config={**config, "dtype": "bfloat16"})
+    name = "model.embed_tokens.weight"
+    embedding = BlockwiseFP8Tensor.from_values(model.get_parameter(name), (128, 128))
+    stored = {name: embedding.rowwise().data, f"{name}_scale_inv": embedding.rowwise().scale}
+    rewrite(tmp_path, lambda tensors: tensors.update(stored))
+    found = loaded(tmp_path, choices(frozen=frozen), dtype="auto")
+    assert torch.equal(found.get_parameter(name), embedding.dequantize())
+    assert (found.lm_head.weight is found.get_parameter(name)) == tied
+    assert len(fp8_names(found)) == 14
+    assert found(TOKENS).logits.isfinite().all()
