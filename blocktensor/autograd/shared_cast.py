@@ -3,7 +3,9 @@
 ``linear`` and ``grouped_linear`` ask the run that is the innermost of their thread. Each has its
 own edge to the input in the autograd graph, so gradients are summed where they would be without
 sharing. Nothing is shared outside of a run, while a compiler traces, under dispatch modes, or if
-PyTorch counted a change of the input or of ``offs`` in between.
+PyTorch counted a change of the input or of ``offs`` in between, or gave it other memory. Weights,
+whose writes PyTorch does not count either, are cast in every forward; an input is shared only until
+the forward of the module ends.
 """
 
 from __future__ import annotations
@@ -60,16 +62,22 @@ class SharedCasts:
 
 
 class _Latest(weakref.ref[Tensor]):
-    """The latest input, and its forms until it is freed: its id may then be another's."""
+    """The latest input, and its forms until it is freed: its id may then be another's.
 
-    __slots__ = ("forms", "key")
+    Attributes:
+        memory: an alias of the input. After ``x.data = ...`` the address of the old memory would
+            otherwise be that of new memory.
+    """
+
+    __slots__ = ("forms", "key", "memory")
 
     forms: tuple[Tensor, ...]
     key: Hashable
+    memory: Tensor | None
 
     def drop(self) -> None:
         """Drop the forms."""
-        self.forms, self.key = (), None
+        self.forms, self.key, self.memory = (), None, None
 
 
 class Run:
@@ -117,7 +125,7 @@ class Run:
         latest = self._latest
         if latest is None or latest.key != key:
             latest = self._latest = _Latest(whole, _Latest.drop)
-            latest.key, latest.forms = key, ()
+            latest.key, latest.forms, latest.memory = key, (), x.detach()
         if len(latest.forms) >= (2 if plan.x_columnwise is None else 4):
             self.shared.saved += 1
         else:

@@ -71,6 +71,12 @@ class Experts(Gated):
         return reason
 
     @classmethod
+    def why_unwatched(cls, module: nn.Module) -> str:
+        """Return why no later forward could notice a change of what the forward computes."""
+        kind = RoutedExperts if _routes_rows(module) else Experts
+        return super(Experts, kind).why_unwatched(module)
+
+    @classmethod
     def _patterns(
         cls, module: nn.Module, linears: tuple[str, str, str], activations: Sequence[Any]
     ) -> Sequence[Pattern]:
@@ -181,6 +187,11 @@ class RoutedExperts(Experts):
 
     inputs = 3
 
+    @classmethod
+    def code_of(cls, kind: Any) -> list[Any]:
+        """Return the implementation that transformers chooses, which :meth:`why_not` compares."""
+        return [_grouped_mm()]
+
     def why_not(self, module: Any, *args: Any) -> str | None:
         """Return why these arguments have to be given to the module's own forward, if they have."""
         x, index, weights = args
@@ -233,6 +244,20 @@ class RoutedExperts(Experts):
         return rows, routed
 
 
+def _grouped_mm() -> Any:
+    """Return transformers' own implementation of experts."""
+    from transformers.integrations.moe import grouped_mm_experts_forward
+
+    return grouped_mm_experts_forward
+
+
+def _registered() -> Any:
+    """Return the implementation that transformers runs."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    return ALL_EXPERTS_FUNCTIONS.get(IMPLEMENTATION)
+
+
 def _routes_rows(module: nn.Module) -> bool:
     """Return True for modules that ``@use_experts_implementation`` of transformers makes."""
     attributes = vars(module)
@@ -248,6 +273,8 @@ def why_other_routing(module: Any, stack: str) -> str | None:
     chosen = getattr(module.config, "_experts_implementation", None)
     if chosen != IMPLEMENTATION:
         return f"its experts_implementation is {chosen!r}: expected {IMPLEMENTATION!r}"
+    if _registered() is not _grouped_mm():
+        return f"its experts_implementation {IMPLEMENTATION!r} is another than transformers' own"
     if not module.has_gate or module.has_bias or module.is_transposed:
         return "its stacks have biases, are transposed or have no gate"
     if getattr(module, "has_post_expert_norm", False):

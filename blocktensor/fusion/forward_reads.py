@@ -1,68 +1,117 @@
-"""Record the objects that a forward reads by name, and keep modules as they are while it is tried.
+"""Find all that a forward may read, watch it, and refuse what cannot be watched.
 
-A forward reads functions, methods, flags and factors: of the module, its class and the modules in
-it, of a config, and of the files that they are written in; and the modules in it without
-parameters. A change of one changes the result of the forward. Patterns check hooks and the modules
-that have parameters (``mlp.py``).
-
-A forward that counts calls or gathers statistics would gather those of drawn weights while it is
-verified, and its fused form would gather none: it runs on copies (:func:`on_copies`), and
-:func:`state_of` shows what it changes.
+The fused form of a module computes what the forward of the module computed when it was verified.
+So ``fuse`` looks for every object that the forward can reach, before it runs the forward:
+it begins with the code of the forward (:mod:`.code_names`), looks up the names that the code reads
+in all objects that the code can reach, and goes on with the code that it finds there. Constants,
+functions, classes and objects with attributes are watched: every later forward compares them. A
+forward that reads anything else (a list, a tensor, a counter), or that writes an attribute or a
+variable, is refused. Patterns check parameters, and hooks of inner linear layers.
 """
 
 from __future__ import annotations
 
-import copy
-import io
-import logging
-import pickle
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import CodeType, FunctionType, ModuleType
+from collections.abc import Callable, Iterable, Iterator
+from enum import Enum
+from functools import partial
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    CodeType,
+    EllipsisType,
+    FunctionType,
+    GetSetDescriptorType,
+    MemberDescriptorType,
+    MethodDescriptorType,
+    MethodType,
+    MethodWrapperType,
+    ModuleType,
+    NotImplementedType,
+    SimpleNamespace,
+    WrapperDescriptorType,
+)
 from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+import torch
+from torch import nn
 
-_VALUES = int, float, bool, str, type(None), tuple
-"""Types whose objects are compared by value; of tuples, those of such objects."""
+from .code_names import CannotWatch, Names, check_builtin, names_of
 
-_METHODS = FunctionType, staticmethod, classmethod
 _MISSING = object()
-_NOT_COPIED = nn.Module, nn.Parameter, type, FunctionType, ModuleType, logging.Logger
 
-_OF_TORCH = frozenset(vars(nn.Module()))
-"""Attributes of every module, such as its hooks and its mode."""
+_CONSTANTS = (
+    *(int, float, complex, bool, str, bytes, type(None), slice, range),
+    *(EllipsisType, NotImplementedType, Enum, CodeType),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
+)
+"""Types of objects that never change, and that are compared by value."""
+
+_COLLECTIONS = (tuple, frozenset)
+"""Types of objects that never change if what they hold does not."""
+
+_BUILTIN_CODE = (
+    BuiltinFunctionType,
+    MethodDescriptorType,
+    WrapperDescriptorType,
+    MethodWrapperType,
+)
+
+_LIBRARIES = (
+    *("torch", "blocktensor", "transformers.integrations"),
+    *("builtins", "math", "operator", "typing", "collections"),
+)
+"""Files whose functions and classes keep no state that a forward could leave there."""
+
+_CONFIGS = "transformers.configuration_utils"
+"""The file of the base class of transformers' configs, whose attributes are ordinary ones."""
+
+_METACLASSES = ("abc", "enum", "torch", "typing", "builtins")
+
+_NOT_RUN = frozenset(
+    (
+        *("__init_subclass__", "__class_getitem__", "__set_name__", "__del__"),
+        *("__repr__", "__str__", "__format__", "__dir__", "__sizeof__", "__setattr__"),
+        *("__delattr__", "__getstate__", "__setstate__", "__reduce__", "__reduce_ex__"),
+        *("__deepcopy__", "__copy__"),
+    )
+)
+"""Special methods that no expression of a forward runs."""
+
+_MAKES_OBJECTS = ("__init__", "__new__", "__post_init__")
+"""Special methods that run where an object is made."""
+
+
+_OF_VALUES = frozenset(name for x in (torch.Tensor, str, tuple, list, dict) for name in dir(x))
+"""Attributes of what a forward computes."""
 
 
 class Read(NamedTuple):
-    """A name that a forward reads, and its value when the forward was verified."""
+    """An attribute that a forward may read, and its value when the forward was verified.
+
+    Attributes:
+        holder: the object that has it, or a dictionary of parameters; None for the module itself,
+            which would not be freed.
+    """
 
     holder: Any
     name: str
     value: Any
 
 
-def has_changed(read: Read) -> bool:
-    """Return True if the name has another value now."""
-    now, was = getattr(read.holder, read.name, _MISSING), read.value
-    if now is was:
-        return False
-    if type(was) in _VALUES:
+_COMPARED = frozenset((int, float, complex, bool, str, bytes, tuple, dict, frozenset))
+"""Types whose objects are compared by value: no other object equal to them computes otherwise."""
+
+
+def _is_other(now: Any, was: Any) -> bool:
+    """Return True if a forward may compute something else with ``now``."""
+    if type(was) in _COMPARED:
         return type(now) is not type(was) or now != was
     return getattr(now, "__func__", now) is not was  # a method is bound anew each time
 
 
-def _described(read: Read) -> Any:
-    """Return the name, with a value or a qualified name, equal in every process."""
-    value = read.value
-    if type(value) in _VALUES:
-        return read.name, value
-    return read.name, getattr(value, "__module__", ""), getattr(value, "__qualname__", "")
-
-
 class Reads:
-    """All that a forward read when it was verified.
+    """All that a forward may read, as it was when the forward was verified.
 
     Attributes:
         found: the names and values; None in a pickled copy.
@@ -72,13 +121,22 @@ class Reads:
 
     def __init__(self, found: tuple[Read, ...] | None, names: Any = None) -> None:
         self.found = found
-        self.are_traced = not any(_is_computed(read.value) for read in found or ())
+        self.are_traced = all(map(_is_traced, found or ()))
         # names of code come in no order
         self.names = names or sorted(map(_described, found or ()), key=repr)
 
-    def have_changed(self) -> bool:
-        """Return True if the forward may compute anything else now."""
-        return self.found is None or any(map(has_changed, self.found))
+    def have_changed(self, module: nn.Module) -> bool:
+        """Return True if the forward of ``module`` may compute anything else now."""
+        if self.found is None:
+            return True
+        for holder, name, was in self.found:
+            if type(holder) is dict:
+                now = holder.get(name, _MISSING)
+            else:
+                now = getattr(module if holder is None else holder, name, _MISSING)
+            if now is not was and _is_other(now, was):
+                return True
+        return False
 
     def __deepcopy__(self, memo: Any) -> Reads:
         """Let the copy look at what was copied before it: the modules and settings of the copy."""
@@ -91,160 +149,362 @@ class Reads:
         return Reads, (None, self.names)
 
 
-def names_in(code: CodeType) -> set[str]:
-    """Return the names of globals, attributes and methods that code reads."""
-    inner = [x for x in code.co_consts if isinstance(x, CodeType)]
-    return set(code.co_names).union(*map(names_in, inner))
+def _described(read: Read) -> Any:
+    """Return the name, with a value or a qualified name, equal in every process."""
+    value = read.value
+    if value is _MISSING:
+        return read.name, "missing"
+    return read.name, _text_of(value)
 
 
-def closure_of(function: FunctionType) -> Iterator[tuple[str, Any]]:
+def _text_of(value: Any) -> Any:
+    if isinstance(value, CodeType):
+        return value.co_name, value.co_code, value.co_names, *map(_text_of, value.co_consts)
+    if isinstance(value, (tuple, frozenset)):
+        return type(value).__name__, sorted(map(_text_of, value), key=repr)
+    if isinstance(value, dict):
+        return sorted((key, _text_of(x)) for key, x in value.items())
+    if isinstance(value, _CONSTANTS):
+        return repr(value)
+    return getattr(value, "__module__", ""), getattr(value, "__qualname__", "")
+
+
+def _is_traced(read: Read) -> bool:
+    """Return True if Dynamo guards the value: it knows no properties, and no closures of others."""
+    return not (_is_computed(read.value) or isinstance(read.holder, (CellType, partial)))
+
+
+def reads_of(module: nn.Module, code: Iterable[Any]) -> tuple[Read, ...]:
+    """Return all that the forward of ``module`` may read.
+
+    Args:
+        module: a module without modules in it that hold others.
+        code: the functions that run in place of its forward, or the forward itself.
+
+    Raises:
+        CannotWatch: the forward reads or changes something that cannot be watched.
+    """
+    search = _Search(module)
+    for function in (*code, *(type(x).forward for x in module._modules.values() if x is not None)):
+        if not isinstance(function, FunctionType):
+            raise CannotWatch("is no function")
+        search.add_code(function)
+    return search.run()
+
+
+_HEAP_TYPE = 1 << 9
+"""The flag ``Py_TPFLAGS_HEAPTYPE``, which classes that are written in Python have."""
+
+
+class _Holder(NamedTuple):
+    """An object with attributes that a forward can reach.
+
+    Attributes:
+        path: how the forward names it: ``config.`` for an attribute of the module, or empty.
+    """
+
+    object: Any
+    path: str
+
+
+class _Search:
+    """The objects that a forward can reach, and the names of attributes that it reads.
+
+    Every name is looked up in every object: which code reads which object is not asked.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._modules = (module, *(x for x in module._modules.values() if x is not None))
+        self._holders: dict[int, _Holder] = {}
+        self._names: set[str] = set()
+        self._tried: set[str] = set()
+        self._found: dict[tuple[int, str], Read] = {}
+        self._seen: dict[int, Any] = {}
+        for name, inner in module._modules.items():
+            if inner is not None:
+                self._add_object(inner, f"{name}.")
+        self._add_object(module, "")
+        kind = _written_class(module)
+        for holder, name in (
+            (kind, "forward"),
+            *((type(x), name) for x in self._modules[1:] for name in ("forward", "__call__")),
+            *((module, name) for name, x in module._modules.items() if _has_no_parameters(x)),
+        ):
+            self._watch(holder, name, getattr(holder, name))
+
+    def run(self) -> tuple[Read, ...]:
+        """Look up names until no new one, and no new object, is found."""
+        before = None
+        while before != (before := (len(self._holders), len(self._names), len(self._tried))):
+            for holder in tuple(self._holders.values()):
+                for name in sorted(self._names | self._tried):
+                    self._look_up(holder, name)
+        missing = self._missing_names()
+        for holder in self._holders.values():
+            is_torch = isinstance(holder.object, ModuleType) and _is_of_library(holder.object)
+            for name in () if is_torch else missing:
+                if getattr(holder.object, name, _MISSING) is _MISSING:
+                    self._watch(holder.object, name, _MISSING)
+        return tuple(self._found.values())
+
+    def _missing_names(self) -> set[str]:
+        """Return the names that may be read where they are missing now, and not raise."""
+        held = {name for _, name in self._found}
+        of_modules = {name for module in self._modules for name in dir(module)}
+        return self._tried | (self._names - held - of_modules - _OF_VALUES)
+
+    def _watch(self, holder: Any, name: str, value: Any) -> None:
+        value = getattr(value, "__func__", value)
+        of = None if holder is self._modules[0] else holder
+        self._found.setdefault((id(holder), name), Read(of, name, value))
+
+    def _look_up(self, holder: _Holder, name: str) -> None:
+        """Watch an attribute, and go on with its value, if the object or its class has it."""
+        owner = holder.object
+        if (id(owner), name) in self._found:
+            return
+        own = getattr(owner, "__dict__", {})
+        if isinstance(owner, nn.Module):
+            own = {**owner._buffers, **own}
+            if owner._parameters.get(name, _MISSING) is None:
+                self._watch(owner._parameters, name, None)
+        if name in own and name != "training":
+            self._admit(owner, name, own[name], holder.path)
+        for kind in owner.__mro__[1:] if isinstance(owner, type) else type(owner).__mro__:
+            if name not in vars(kind) or _is_of_library(kind):
+                continue
+            value = vars(kind)[name]
+            if isinstance(value, (MemberDescriptorType, GetSetDescriptorType)):  # a slot
+                value = getattr(owner, name, _MISSING)
+                if not isinstance(owner, type) and value is not _MISSING:
+                    self._admit(owner, name, value, holder.path)
+                continue
+            self._admit(kind, name, value, holder.path)
+            if name not in own and name != "forward" and not _is_computed(value):
+                self._watch(owner, name, getattr(owner, name))  # it may get one of its own
+
+    def _admit(self, holder: Any, name: str, value: Any, path: str) -> None:
+        """Watch a value, unless patterns do, and go on with it."""
+        if not isinstance(value, nn.Parameter) and not any(value is x for x in self._modules):
+            self.add(value, f"{path}{name}", holder)
+            self._watch(holder, name, value)
+
+    def add(self, value: Any, label: str, holder: Any = None) -> None:
+        """Go on with a value that the forward can read.
+
+        Args:
+            value: a constant, code, or an object with attributes.
+            label: how the forward names it.
+            holder: what holds it, if that is known.
+
+        Raises:
+            CannotWatch: it is nothing of this kind.
+        """
+        if id(value) in self._seen or isinstance(value, _CONSTANTS):
+            return
+        self._seen[id(value)] = value
+        go_on = next((method for kinds, method in _KINDS if isinstance(value, kinds)), None)
+        if go_on is not None:
+            go_on(self, value, label)
+        elif _is_plain_object(value):
+            self._add_object(value, f"{label}.")
+        elif not _is_of_library_file(value, holder):
+            raise CannotWatch(f"reads {label}, a {type(value).__name__}")
+
+    def _add_collection(self, values: Any, label: str) -> None:
+        """Go on with what never changes unless what it holds does."""
+        for each in values:
+            if not isinstance(each, (*_CONSTANTS, *_COLLECTIONS, FunctionType)):
+                raise CannotWatch(f"reads {label}, a {type(values).__name__}")
+            self.add(each, label)
+
+    def _add_method(self, method: MethodType, label: str) -> None:
+        """Go on with a bound method, and with its object."""
+        self.add(method.__func__, label)
+        if not any(method.__self__ is x for x in self._modules):
+            self.add(method.__self__, label)
+
+    def _add_partial(self, function: partial[Any], label: str) -> None:
+        """Go on with a function and its arguments."""
+        self.add(function.func, label)
+        self.add((*function.args, *function.keywords.values()), label)
+        self._watch(function, "keywords", dict(function.keywords))
+
+    def _add_function(self, function: FunctionType, label: str) -> None:
+        """Go on with a function that the forward can call."""
+        if not _is_of_library(function):
+            self.add_code(function)
+            return
+        for name, cell in _cells(function):  # it may wrap another
+            if isinstance(cell.cell_contents, (FunctionType, MethodType)):
+                self.add(cell.cell_contents, name)
+
+    def add_code(self, function: FunctionType) -> None:
+        """Go on with all that the code of a function reads."""
+        self._seen[id(function)] = function
+        self._watch(function, "__code__", function.__code__)
+        self._watch(function, "__defaults__", function.__defaults__)
+        named_defaults = dict(function.__kwdefaults__ or {})
+        if named_defaults:
+            self._watch(function, "__kwdefaults__", named_defaults)
+        for value in (*(function.__defaults__ or ()), *named_defaults.values()):
+            self.add(value, f"a default of {function.__qualname__}")
+        for name, cell in _cells(function):
+            self.add(cell.cell_contents, name)
+            if name != "__class__":  # by which super() finds its class
+                self._watch(cell, "cell_contents", cell.cell_contents)
+        if vars(function):
+            self._holders.setdefault(id(function), _Holder(function, f"{function.__qualname__}."))
+        names = names_of(function.__code__)
+        self._check_parameters(names)
+        self._names |= names.attributes
+        self._tried |= names.tried
+        for name in sorted(names.variables):
+            self._add_variable(function, name)
+
+    def _check_parameters(self, names: Names) -> None:
+        """Refuse code that reads what users set on a parameter, which others may replace."""
+        parameters = [item for module in self._modules for item in module._parameters.items()]
+        for name, parameter in parameters:
+            own = vars(parameter).keys() if parameter is not None else ()
+            if name in names.tried_on or not names.attributes.isdisjoint(own):
+                raise CannotWatch(f"reads an attribute of the parameter {name}")
+
+    def _add_variable(self, function: FunctionType, name: str) -> None:
+        """Go on with a variable of the file of a function."""
+        variables = function.__globals__
+        file = sys.modules.get(variables.get("__name__", ""))
+        if getattr(file, "__dict__", None) is not variables:
+            raise CannotWatch(f"reads {name} of a file that is not imported")
+        if name not in variables:
+            check_builtin(name)
+            self._watch(file, name, _MISSING)
+            return
+        value = variables[name]
+        if not _is_of_library(function) or isinstance(value, ModuleType):
+            self.add(value, f"{variables['__name__']}.{name}", file)
+        self._watch(file, name, value)
+
+    def _add_class(self, kind: type, label: str) -> None:
+        """Go on with a class, of which a forward may make objects."""
+        if _is_of_library(kind) or kind in (object, partial):
+            return
+        if not _is_of(type(kind), _METACLASSES):
+            raise CannotWatch(f"reads {label}, which looks up its attributes itself")
+        self._holders.setdefault(id(kind), _Holder(kind, f"{label}."))
+        if issubclass(kind, nn.Module):
+            self._add_methods(kind, f"{label}.", _is_run_by_operators)
+        elif any(_is_of_library(base) for base in kind.__mro__[:-1]):  # which may call any of them
+            self._add_methods(kind, f"{label}.", lambda name: True)
+        else:
+            self._add_methods(
+                kind, f"{label}.", lambda name: _is_run_by_operators(name) or name in _MAKES_OBJECTS
+            )
+
+    def _add_object(self, owner: Any, path: str) -> None:
+        """Go on with an object whose attributes a forward may read."""
+        self._holders[id(owner)] = _Holder(owner, path)
+        self._add_methods(type(owner), path, _is_run_by_operators)
+
+    def _add_methods(self, kind: type, path: str, chosen: Callable[[str], bool]) -> None:
+        """Go on with methods whose names need not be in the code that runs them."""
+        for each in kind.__mro__:
+            if not _is_of_library(each) and each.__module__ != _CONFIGS:
+                for name, value in vars(each).items():
+                    if isinstance(value, (FunctionType, staticmethod, classmethod)) and chosen(
+                        name
+                    ):
+                        self._admit(each, name, value, path)
+
+    def _add_file(self, file: ModuleType, label: str) -> None:
+        """Go on with an imported file."""
+        looks_up = "__getattr__" in vars(file) or type(file) is not ModuleType
+        if looks_up and not _is_of_library(file):
+            raise CannotWatch(f"reads {label}, which looks up its attributes itself")
+        self._holders.setdefault(id(file), _Holder(file, f"{file.__name__}."))
+
+
+_KINDS: tuple[tuple[Any, Callable[[_Search, Any, str], None]], ...] = (
+    (_COLLECTIONS, _Search._add_collection),
+    (FunctionType, _Search._add_function),
+    ((staticmethod, classmethod), lambda search, x, label: search.add(x.__func__, label)),
+    (property, lambda search, x, label: search.add(x.fget, label)),
+    (MethodType, _Search._add_method),
+    (partial, _Search._add_partial),
+    (type, _Search._add_class),
+    (ModuleType, _Search._add_file),
+)
+"""How the search goes on with a value, by its type."""
+
+
+def _written_class(module: nn.Module) -> type:
+    """Return the class of a module as it was before it was fused."""
+    kind: type = getattr(type(module), "_class_before", type(module))
+    return kind
+
+
+def _is_run_by_operators(name: str) -> bool:
+    """Return True for the name of a special method that an expression with an object may run."""
+    return (
+        name.startswith("__") and name.endswith("__") and name not in (*_NOT_RUN, *_MAKES_OBJECTS)
+    )
+
+
+def _has_no_parameters(module: nn.Module | None) -> bool:
+    return module is not None and not any(True for _ in module.parameters())
+
+
+def _cells(function: FunctionType) -> Iterator[tuple[str, CellType]]:
     """Yield the variables of a function's closure that have a value."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
-            yield name, cell.cell_contents
+            cell.cell_contents  # noqa: B018
         except ValueError:  # it is empty
             continue
-
-
-def reads_of(module: nn.Module, kind: Any) -> tuple[Read, ...]:
-    """Return what the forward of ``module`` reads, which is that of its class ``kind``."""
-    inner = {name: x for name, x in module._modules.items() if x is not None}
-    places: list[tuple[Any, str]] = [(kind, "forward")]
-    places += [(type(x), name) for x in inner.values() for name in ("forward", "__call__")]
-    places += [(module, name) for name, x in inner.items() if not any(True for _ in x.parameters())]
-    todo = [(kind.forward, module), *((type(x).forward, x) for x in inner.values())]
-    found: dict[tuple[int, str], Read] = {}
-    seen: set[tuple[int, int]] = set()
-    while todo:
-        function, owner = todo.pop()
-        function = getattr(function, "__func__", function)
-        if isinstance(function, FunctionType) and (id(function), id(owner)) not in seen:
-            seen.add((id(function), id(owner)))
-            todo += [(x, owner) for _, x in closure_of(function)]
-            for holder, name in _read_by(function, owner):
-                value = getattr(holder, name)
-                value = getattr(value, "__func__", value)
-                if not isinstance(value, (Tensor, nn.Module)) and _is_comparable(value):
-                    places.append((holder, name))
-                    if _is_of_users(value):
-                        todo.append((getattr(value, "fget", value), owner))
-    for holder, name in places:
-        value = getattr(holder, name)
-        found[id(holder), name] = Read(holder, name, getattr(value, "__func__", value))
-    return tuple(found.values())
-
-
-def _read_by(function: FunctionType, owner: Any) -> Iterator[tuple[Any, str]]:
-    """Yield objects and the names of attributes that ``function``, of ``owner``, may read there."""
-    yield function, "__code__"
-    names = names_in(function.__code__)
-    holders: list[Any] = []
-    file: Any = sys.modules.get(function.__module__)
-    if getattr(file, "__dict__", None) is function.__globals__:
-        yield from ((file, name) for name in names & vars(file).keys())
-        holders += [x for name in names if isinstance(x := vars(file).get(name), ModuleType)]
-    for kind in type(owner).__mro__:
-        for name in names & vars(kind).keys() if _is_of_users(kind) else ():
-            yield kind, name
-            if name != "forward" and not _is_computed(vars(kind)[name]):
-                yield owner, name  # an instance may have one of its own
-    own = names & vars(owner).keys() - {"training"}
-    yield from ((owner, name) for name in own)
-    holders += [x for name in own if hasattr(x := vars(owner)[name], "__dict__")]
-    for holder in holders:  # more are found on the way
-        for name in names & vars(holder).keys():
-            yield holder, name
-            value = vars(holder)[name]
-            if isinstance(value, ModuleType) and value not in holders:
-                holders.append(value)
+        yield name, cell
 
 
 def _is_computed(x: Any) -> bool:
     """Return True for an attribute of a class that is a property or another descriptor."""
-    return hasattr(type(x), "__get__") and not isinstance(x, _METHODS)
+    return hasattr(type(x), "__get__") and not isinstance(
+        x, (FunctionType, staticmethod, classmethod)
+    )
 
 
-def _is_comparable(x: Any) -> bool:
-    return not isinstance(x, tuple) or all(type(y) in _VALUES and _is_comparable(y) for y in x)
+def _is_plain_object(x: Any) -> bool:
+    """Return True for an object whose whole state is attributes."""
+    if type(x) is SimpleNamespace:
+        return True
+    make: Any = type(x).__new__
+    is_written_in_python = type(x).__flags__ & _HEAP_TYPE and make is object.__new__
+    return bool(is_written_in_python) and not isinstance(x, (nn.Module, torch.Tensor))
 
 
-def _is_of_users(x: Any) -> bool:
-    return not str(getattr(x, "__module__", "")).startswith(("torch.", "blocktensor."))
+def _is_of_library_file(value: Any, holder: Any) -> bool:
+    """Return True for a value that a file of a library holds, and for its code written in C."""
+    is_held = isinstance(holder, ModuleType) and _is_of_library(holder)
+    return is_held or (isinstance(value, _BUILTIN_CODE) and _is_of_library(value))
 
 
-# State
+def _is_of_library(x: Any) -> bool:
+    """Return True for a function, class or file of a library that keeps no state of forwards."""
+    return _is_of(x, _LIBRARIES)
 
 
-@contextmanager
-def on_copies(module: nn.Module) -> Iterator[None]:
-    """Let the modules in ``module`` use copies of their attributes and buffers, and drop these.
-
-    All that an attribute leads to is copied, except other modules and parameters. Shared are
-    closures, variables of classes and files, and attributes that cannot be pickled.
-    """
-    before = [(each, vars(each)) for each in module.modules()]
-    try:
-        for each, own in before:
-            copies = {key: (copy.copy if key in _OF_TORCH else _copy)(x) for key, x in own.items()}
-            copies["_buffers"] = {key: _copy(x) for key, x in each._buffers.items()}
-            object.__setattr__(each, "__dict__", copies)
-        yield
-    finally:
-        for each, own in before:
-            object.__setattr__(each, "__dict__", own)
+def _is_of(x: Any, files: tuple[str, ...]) -> bool:
+    """Return True for a function, class or file that is in one of these files or below."""
+    name = _file_of(x)
+    return any(name == file or name.startswith(f"{file}.") for file in files)
 
 
-def state_of(module: nn.Module) -> dict[str, Any]:
-    """Return what attributes and buffers hold, and the versions of parameters, to compare them."""
-    state: dict[str, Any] = {}
-    for name, parameter in module.named_parameters():
-        state[name] = 0 if parameter.is_inference() else parameter._version
-    for prefix, each in module.named_modules():
-        for key, x in (*vars(each).items(), *each._buffers.items()):
-            if key not in _OF_TORCH:
-                try:
-                    state[f"{prefix}.{key}".lstrip(".")] = _pickled(x)[0]
-                except Exception:
-                    state[f"{prefix}.{key}".lstrip(".")] = id(x)
-    return state
-
-
-class _Pickler(pickle.Pickler):
-    """Pickles attributes, but no code, module or parameter that they lead to."""
-
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file)
-        self.shared: dict[int, Any] = {}
-
-    def persistent_id(self, x: Any) -> int | None:
-        """Return a key of what is not copied."""
-        if not isinstance(x, _NOT_COPIED):
-            return None
-        self.shared[id(x)] = x
-        return id(x)
-
-
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, shared: dict[int, Any]) -> None:
-        super().__init__(file)
-        self.shared = shared
-
-    def persistent_load(self, key: int) -> Any:
-        """Return what was not copied."""
-        return self.shared[key]
-
-
-def _pickled(x: Any) -> tuple[bytes, dict[int, Any]]:
-    """Return the pickle of ``x`` and what it shares; raise anything if ``x`` cannot be pickled."""
-    pickler = _Pickler(file := io.BytesIO())
-    pickler.dump(x)
-    return file.getvalue(), pickler.shared
-
-
-def _copy(x: Any) -> Any:
-    """Return a copy, or ``x`` itself if it cannot be pickled."""
-    try:
-        data, shared = _pickled(x)
-        return _Unpickler(io.BytesIO(data), shared).load()
-    except Exception:
-        return x
+def _file_of(x: Any) -> str:
+    """Return the name of the file that defines a function, a class or a file."""
+    if isinstance(x, FunctionType):
+        return str(x.__globals__.get("__name__", ""))
+    if isinstance(x, ModuleType):
+        return x.__name__
+    if isinstance(x, type) or x.__module__:
+        return str(x.__module__)
+    owner = getattr(x, "__self__", None)  # of a method that is written in C, such as torch.rsqrt
+    owner = owner if isinstance(owner, type) else type(owner)
+    return "" if owner.__module__ == "builtins" else str(owner.__module__)

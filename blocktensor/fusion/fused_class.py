@@ -20,6 +20,7 @@ from torch.utils._device import DeviceContext
 
 from ..ops.runtime.launch import this_thread
 from ..overrides import dynamo
+from .code_names import CannotWatch
 from .forward_reads import Reads, reads_of
 
 
@@ -52,13 +53,16 @@ class Fused(nn.Module):
                 return None
         elif this_thread.watch is not None:
             return None
-        return None if reads.have_changed() else pattern
+        return None if reads.have_changed(self) else pattern
 
     def __setstate__(self, state: Any) -> None:
         super().__setstate__(state)
         was = self._fused_reads
         if was is not None and was.found is None:
-            now = _reads(self)
+            try:
+                now = reads_now(self, self._fused_pattern)
+            except CannotWatch:
+                return
             self.__dict__["_fused_reads"] = now if was.names == now.names else was
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -74,7 +78,7 @@ def set_pattern(module: nn.Module, pattern: Any) -> None:
     if not isinstance(module, Fused):
         module.__class__ = _fused(type(module))
     module.__dict__["_fused_pattern"] = pattern
-    module.__dict__["_fused_reads"] = _reads(module)
+    module.__dict__["_fused_reads"] = reads_now(module, pattern)
 
 
 def remove_pattern(module: nn.Module) -> None:
@@ -99,8 +103,14 @@ def own_forward(module: nn.Module) -> Any:
     return super(Fused, module).forward if isinstance(module, Fused) else module.forward
 
 
-def _reads(module: Any) -> Reads:
-    return Reads(reads_of(module, module._class_before))
+def reads_now(module: Any, pattern: Any) -> Reads:
+    """Return all that the forward of ``module`` as written may read.
+
+    Raises:
+        CannotWatch: it reads or changes something that cannot be watched.
+    """
+    kind = getattr(type(module), "_class_before", type(module))
+    return Reads(reads_of(module, pattern.code_of(kind)))
 
 
 def _function_modes() -> bool:

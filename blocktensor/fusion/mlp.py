@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import functional
-from ..autograd.plan import difference_of
+from ..autograd.plan import autocast_dtype, difference_of
 from ..model.running_module import ModuleTracker
 from ..model.weights import kind_of
 from ..ops.producers.ops import ActivationName
@@ -18,8 +18,7 @@ from ..ops.producers.reference import ACTIVATIONS
 from ..sharding.dtensor import fp8_part
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
-from .forward_reads import on_copies
-from .pattern import Drawn, Found, Pattern, Sample, held_by
+from .pattern import FEATURES, Drawn, Found, Pattern, Sample, held_by
 
 _ACTS = ("act_fn", "act", "activation_fn", "activation", "hidden_act")
 """Names of attributes that hold an activation."""
@@ -74,6 +73,11 @@ class Gated(Pattern):
         """Return the pattern with this argument of ``fuse``."""
         return replace(self, recompute=recompute)
 
+    def most_inputs(self, name: str) -> int:
+        """Return half as many for ``down`` if gate and up are one matrix, which makes both."""
+        is_half = self.gate == self.up and name.partition(".")[0] == self.down
+        return FEATURES // 2 if is_half else FEATURES
+
     @classmethod
     def find(cls, model: nn.Module) -> Iterator[Found]:
         """Yield modules with linears or stacks of the known names."""
@@ -96,12 +100,11 @@ class Gated(Pattern):
     @classmethod
     def _found(cls, name: str, module: nn.Module, linears: tuple[str, str, str]) -> Found:
         attribute = _act_of(module)
-        reason = cls._why_unlike(module, linears, attribute)
+        reason = cls._why_unlike(module, linears, attribute) or cls.why_unwatched(module)
         activations: Sequence[Any] = get_args(ActivationName)
         if attribute is not None and not reason:
-            with on_copies(module):
-                activation = getattr(module, attribute)
-                activations = _activations_like(activation, cls._weight(module, linears[0]))
+            activation = getattr(module, attribute)
+            activations = _activations_like(activation, cls._weight(module, linears[0]))
             if not activations:
                 label = getattr(activation, "__name__", type(activation).__name__)
                 reason = f"its {attribute}, {label}, is none of {', '.join(ACTIVATIONS)}"
@@ -185,9 +188,14 @@ class MLP(Gated):
 
     def why_not(self, module: Any, *args: Any) -> str | None:
         """Return why the linears have to be called one by one, if they have."""
-        if not isinstance(args[0], Tensor):
+        x = args[0]
+        if not isinstance(x, Tensor):
             return "its input is no tensor"
-        return self.why_apart(module)
+        why = self.why_apart(module)
+        if why is None and x.dtype != module._modules[self.gate]._parameters["weight"].dtype:
+            # its forward may convert one to the dtype of the other
+            return None if autocast_dtype(x) else "its input and its weights have other dtypes"
+        return why
 
     def why_apart(self, module: nn.Module) -> str | None:
         """Return :meth:`why_not` for any input."""

@@ -80,7 +80,7 @@ class Norm(Pattern):
                 readers = tuple(owner.get_submodule(x) for x in linears)
                 eps = _eps_name(norm)
                 patterns = [cls(kind, eps, getattr(norm, eps, 0.0)) for kind in get_args(NormKind)]
-                reason = _why_unlike(norm, readers)
+                reason = _why_unlike(norm, readers) or cls.why_unwatched(norm)
                 yield Found(name, norm, _computes(linears), patterns, reason, readers)
 
     def verify(self, module: nn.Module, drawn: Drawn) -> tuple[Pattern | None, str]:

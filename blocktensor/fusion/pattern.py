@@ -9,7 +9,6 @@ CPU takes seconds; a module that reads its own sizes, and raises for others, run
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, NamedTuple
@@ -19,13 +18,13 @@ from torch import Tensor, nn
 
 from ..sharding.dtensor import fp8_part
 from ..tensor.weight import BlockwiseFP8Weight
-from .forward_reads import on_copies, state_of
-from .fused_class import own_forward
+from .code_names import CannotWatch
+from .fused_class import own_forward, reads_now
 
 _ROWS = (2, 68)
 """Leading dimensions of the input: rows that fill no whole number of blocks."""
 
-_FEATURES = 656
+FEATURES = 656
 """Most features of a drawn weight: several blocks of every format, and a part of one."""
 
 _EXPERTS = 4
@@ -38,8 +37,24 @@ _EXPONENTS = {torch.float16: (-6, 3)}
 _MOST_EXPONENTS = (-30, 30)
 """Half of the rows are scaled by powers of two from this range."""
 
-_WAYS = ((True, False), (False, False), (True, True))
-"""Training mode, and autocast to bf16."""
+
+class _Way(NamedTuple):
+    """A way to run a forward: training mode, autocast to bf16, gradients."""
+
+    training: bool = True
+    autocast: bool = False
+    grad: bool = True
+
+    def __str__(self) -> str:
+        words = (
+            "" if self.training else " in evaluation mode",
+            " under autocast" if self.autocast else "",
+            "" if self.grad else " without gradients",
+        )
+        return "".join(words)
+
+
+_WAYS = (_Way(), _Way(training=False), _Way(autocast=True), _Way(grad=False))
 
 Sample = tuple[Tensor, Callable[[Tensor], tuple[Any, ...]]]
 """The first argument of a forward, and a function that makes all arguments from it."""
@@ -84,6 +99,20 @@ class Pattern:
         """A formula for the report; empty if :class:`Found` has it."""
         return ""
 
+    @classmethod
+    def code_of(cls, kind: Any) -> list[Any]:
+        """Return the functions that run as the forward of this class."""
+        return [kind.forward]
+
+    @classmethod
+    def why_unwatched(cls, module: nn.Module) -> str:
+        """Return why no later forward could notice a change of what the forward computes."""
+        try:
+            reads_now(module, cls)
+        except CannotWatch as error:
+            return f"its forward {error}"
+        return ""
+
     def with_recompute(self, recompute: bool) -> Pattern:
         """Return the pattern with this argument of ``fuse``."""
         return self
@@ -111,6 +140,10 @@ class Pattern:
     def drawn_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype of what is drawn for a parameter of this dtype."""
         return dtype
+
+    def most_inputs(self, name: str) -> int:
+        """Return the most input features of a matrix that is drawn, by its name."""
+        return FEATURES
 
     def held_as(self, parameter: nn.Parameter) -> Any:
         """Return what the module holds of a drawn parameter."""
@@ -176,72 +209,84 @@ def why_different(pattern: Pattern, module: nn.Module, drawn: Drawn) -> str | No
 
 def _why_different(pattern: Pattern, module: nn.Module, drawn: Drawn, small: bool) -> str | None:
     """Run :func:`why_different` with small parameters, or with parameters of the module's sizes."""
-    with on_copies(module):
-        parameters = _stand_ins(pattern, module, drawn, small)
-        x, arguments = pattern.sample(parameters, drawn)
-        with _kept_random_numbers(x):
-            if reason := pattern.why_not(module, *arguments(x)):
-                return reason
-            before = state_of(module)
-
-            def as_written(x: Tensor) -> Any:
-                return own_forward(module)(*arguments(x))
-
-            def fused(x: Tensor) -> Any:
-                args = arguments(x)
-                if pattern.why_not(module, *args):  # under autocast
-                    return own_forward(module)(*args)
-                return pattern.run(module, *args)
-
-            for training, autocast in _WAYS:
-                for each in module.modules():
-                    each.training = training
-                mode = "" if training else " in evaluation mode"
-                mode += " under autocast" if autocast else ""
-                with torch.autocast(x.device.type, torch.bfloat16, enabled=autocast):
-                    why = _why_unequal(
-                        as_written, fused, lambda run: _results(run, x, parameters, drawn)
-                    )
-                after = state_of(module)
-                for name in dict.fromkeys((*before, *after)):
-                    if before.get(name) != after.get(name):
-                        return f"its forward changes {name}"
-                if why is not None:
-                    return why if why.startswith(_RAISED) else why + mode
+    with _as_it_is(module):
+        operands = _Operands(pattern, module, drawn, small)
+        if reason := pattern.why_not(module, *operands.arguments(operands.x)):
+            return reason
+        for way in _WAYS:
+            for each in module.modules():
+                each.training = way.training
+            why = _why_unequal(pattern, module, operands, way)
+            if why is not None:
+                return why
     return None
 
 
-def _why_unequal(
-    one: Callable[[Tensor], Any],
-    other: Callable[[Tensor], Any],
-    results: Callable[[Callable[[Tensor], Any]], dict[str, Any]],
-) -> str | None:
-    """Return what differs between the named results of two functions; None if no bit does."""
-    made = []
-    for run in (one, other):
+class _Operands:
+    """What a forward is verified on, and a gradient of its output.
+
+    Attributes:
+        parameters: drawn parameters, which the module holds, by name.
+        memory: their values.
+        x: the first argument.
+        arguments: a function that makes all arguments from it.
+    """
+
+    def __init__(self, pattern: Pattern, module: nn.Module, drawn: Drawn, small: bool) -> None:
+        self._drawn = drawn
+        self.parameters, self.memory = _stand_ins(pattern, module, drawn, small)
+        self._before = {name: values.clone() for name, values in self.memory.items()}
+        self.x, self.arguments = pattern.sample(self.parameters, drawn)
+
+    def results(self, run: Callable[[Tensor], Any], with_grad: bool) -> dict[str, Any]:
+        """Return, by name, what ``run(x)`` returns and writes, and gradients for a drawn one."""
+        with torch.set_grad_enabled(with_grad):
+            leaf = self.x.clone().requires_grad_()
+            y = run(leaf)
+            if not isinstance(y, Tensor):
+                return {"the type of its output": type(y).__name__}
+            made = {"its output": y.detach(), "what it writes to its input": leaf.detach()}
+            if not with_grad:
+                return made
+            grad = self._drawn.of("the gradient of the output", tuple(y.shape), y)
+            inputs = {"its input": leaf, **self.parameters}
+            grads = torch.autograd.grad(y, list(inputs.values()), grad, allow_unused=True)
+        named = {f"the gradient of {name}": g for name, g in zip(inputs, grads, strict=True)}
+        return {**made, **named}
+
+    def written(self) -> list[str]:
+        """Return the names of the parameters whose values have changed."""
+        return [x for x, before in self._before.items() if not _same(self.memory[x], before)]
+
+
+def _why_unequal(pattern: Pattern, module: nn.Module, operands: _Operands, way: _Way) -> str | None:
+    """Return what differs if the module runs as written and fused; None if no bit does."""
+
+    def as_written(x: Tensor) -> Any:
+        return own_forward(module)(*operands.arguments(x))
+
+    def fused(x: Tensor) -> Any:
+        args = operands.arguments(x)
+        if pattern.why_not(module, *args):  # under autocast
+            return own_forward(module)(*args)
+        return pattern.run(module, *args)
+
+    device = operands.x.device
+    with (
+        torch.autocast(device.type, torch.bfloat16, enabled=way.autocast),
+        _kept_random_numbers(device) as drew,
+    ):
         try:
-            made.append(results(run))
+            wanted = operands.results(as_written, way.grad)
+            got = operands.results(fused, way.grad)
         except Exception as error:
             return f"{_RAISED} {type(error).__name__} on one tensor: {error}"
-    wanted, got = made
+        if drew():
+            return "its forward draws random numbers"
+    for name in operands.written():
+        return f"its forward changes {name}"
     different = [name for name in wanted if not _same(wanted[name], got.get(name))]
-    return f"differs in {different[0]}" if different else None
-
-
-def _results(
-    run: Callable[[Tensor], Any], x: Tensor, parameters: dict[str, Tensor], drawn: Drawn
-) -> dict[str, Any]:
-    """Return the output of ``run(x)`` and the gradients for a drawn gradient of it, with names."""
-    with torch.enable_grad():
-        leaf = x.clone().requires_grad_()
-        y = run(leaf)
-        if not isinstance(y, Tensor):
-            return {"the type of its output": type(y).__name__}
-        grad = drawn.of("the gradient of the output", tuple(y.shape), y)
-        inputs = {"its input": leaf, **parameters}
-        grads = torch.autograd.grad(y, list(inputs.values()), grad, allow_unused=True)
-    named = {f"the gradient of {name}": g for name, g in zip(inputs, grads, strict=True)}
-    return {"its output": y.detach(), **named}
+    return f"differs in {different[0]}{way}" if different else None
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -253,33 +298,56 @@ def _same(a: Any, b: Any) -> bool:
     return torch.equal(a.contiguous().view(bits), b.contiguous().view(bits))
 
 
-def _stand_ins(pattern: Pattern, module: nn.Module, drawn: Drawn, small: bool) -> dict[str, Tensor]:
-    """Put drawn parameters into the module; return them by name."""
+def _stand_ins(
+    pattern: Pattern, module: nn.Module, drawn: Drawn, small: bool
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Put drawn parameters into the module; return them, and their memory, by name."""
     parameters: dict[str, Tensor] = {}
+    memory: dict[str, Tensor] = {}
     for holder, key, name in pattern.parameters(module):
         old: Any = holder._parameters[key]
-        values = drawn.of(name, _smaller(old.shape) if small else tuple(old.shape), old)
-        values = values.to(pattern.drawn_dtype(values.dtype))
+        shape = _smaller(old.shape, pattern.most_inputs(name)) if small else tuple(old.shape)
+        values = drawn.of(name, shape, old)
+        values = values.to(pattern.drawn_dtype(values.dtype), copy=True)
+        memory[name] = values
         fp8 = fp8_part(old)
         made = values if fp8 is None else BlockwiseFP8Weight(values, fp8.recipe)
         parameters[name] = parameter = nn.Parameter(made)
         holder._parameters[key] = pattern.held_as(parameter)
     vars(module).update(pattern.settings(parameters))
-    return parameters
+    return parameters, memory
 
 
-def _smaller(shape: Sequence[int]) -> tuple[int, ...]:
-    *experts, rows, columns = (1, *shape) if len(shape) == 1 else shape
-    sizes = *(min(n, _EXPERTS) for n in experts), min(rows, _FEATURES), min(columns, _FEATURES)
-    return sizes[-len(shape) :]
+def _smaller(shape: Sequence[int], inputs: int) -> tuple[int, ...]:
+    """Return a shape with at most ``FEATURES`` outputs, this number of inputs, and few experts."""
+    if len(shape) == 1:
+        return (min(shape[0], FEATURES),)
+    *experts, rows, columns = shape
+    return *(min(n, _EXPERTS) for n in experts), min(rows, FEATURES), min(columns, inputs)
 
 
 @contextmanager
-def _kept_random_numbers(x: Tensor) -> Iterator[None]:
-    """Leave the random numbers of torch and Python as they were."""
-    state = random.getstate()
+def _as_it_is(module: nn.Module) -> Iterator[None]:
+    """Undo afterwards what is assigned to the modules in ``module``, and to their parameters."""
+    before = [(each, vars(each)) for each in module.modules()]
     try:
-        with torch.random.fork_rng([x.device] if x.is_cuda else []):
-            yield
+        for each, own in before:
+            copies = {key: dict(x) if type(x) is dict else x for key, x in own.items()}
+            object.__setattr__(each, "__dict__", copies)
+        yield
     finally:
-        random.setstate(state)
+        for each, own in before:
+            object.__setattr__(each, "__dict__", own)
+
+
+@contextmanager
+def _kept_random_numbers(device: torch.device) -> Iterator[Callable[[], bool]]:
+    """Leave the random numbers of torch as they were; yield a function that tells their use."""
+    devices = [device] if device.type == "cuda" else []
+
+    def states() -> list[Tensor]:
+        return [torch.get_rng_state(), *(torch.cuda.get_rng_state(each) for each in devices)]
+
+    with torch.random.fork_rng(devices):
+        before = states()
+        yield lambda: not all(map(torch.equal, before, states()))

@@ -93,7 +93,8 @@ def share_inputs(model: nn.Module) -> SharingReport:
     The effect is that of ``blocktensor.quantize`` in model code. While the module's forward runs,
     the cast of the latest input is kept. Nothing is shared outside of that forward, under
     ``torch.compile``, functorch, ``torch.inference_mode`` and dispatch modes, or if an input was
-    changed in place in a way that PyTorch counts (not through ``.data`` or NumPy). Results and
+    changed in place in a way that PyTorch counts. It does not count writes through ``x.data``,
+    NumPy or a pointer: call ``torch.autograd.graph.increment_version(x)`` after one. Results and
     gradients keep their bits.
 
     Args:

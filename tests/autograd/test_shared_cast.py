@@ -223,6 +223,45 @@ def test_an_input_that_changes_is_cast_again(change: Callable[[Tensor], Any], tr
         assert_same(results(shared, X), results(unshared, X))
 
 
+def test_new_memory_of_an_input_is_not_where_the_old_was() -> None:
+    gone: list[Callable[[], bool]] = []
+
+    def replace(x: Tensor) -> None:
+        gone.append(storage_is_gone(x))
+        x.data = x.data * 2
+        assert not gone[-1]()
+
+    shared, unshared = pair()
+    share_inputs(shared)
+    shared.between = replace
+    unshared.between = lambda x: setattr(x, "data", x.data * 2)
+    with torch.no_grad():
+        assert torch.equal(shared(X), unshared(X))
+    assert gone[-1]()
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda x: x.data.mul_(2),
+        lambda x: x.view(-1).data.mul_(2),
+        lambda x: x.detach().numpy().__imul__(2),
+        lambda x: torch.from_dlpack(x.detach()).mul_(2),
+        lambda x: x.untyped_storage().fill_(1),
+    ],
+    ids=["data", "data of a view", "numpy", "dlpack", "storage"],
+)
+def test_a_write_that_is_not_counted_is_told(write: Callable[[Tensor], Any]) -> None:
+    def told(x: Tensor) -> None:
+        write(x)
+        torch.autograd.graph.increment_version(x)
+
+    shared, unshared = pair(lambda: Qkv(between=torch.no_grad()(told)))
+    share_inputs(shared)
+    with torch.no_grad():
+        assert torch.equal(shared(X), unshared(X))
+
+
 def test_inference_tensors_whose_changes_are_not_counted() -> None:
     model = converted(Qkv(between=lambda x: x.mul_(2)))
     with torch.inference_mode():

@@ -15,7 +15,7 @@ from blocktensor import BlockwiseFP8Weight, Recipe, convert, freeze, fuse, unfus
 from tests.support import fused_experts
 from tests.support.fused_experts import Ends, groups_for
 from tests.support.fused_kinds import KINDS, count_runs
-from tests.support.gated import assert_bits
+from tests.support.gated import EAGER, assert_bits
 from tests.support.mlps import HIDDEN, MLP, K, X, converted, with_adapter
 from tests.support.models import plain, randn
 from tests.support.steps import step
@@ -80,7 +80,7 @@ CHANGES: dict[tuple[str, int], dict[str, Callable[[Any], Any]]] = {
     ("experts", 0): {
         "plain stack": put("w3", plain_parameter),
         "recipe of a stack": put("w3", lambda w: nn.Parameter(BlockwiseFP8Weight(plain(w), ROWS))),
-        "activation": put("act_name", lambda _: "gelu_tanh"),
+        "activation": put("of_gate", lambda _: EAGER["gelu_tanh"]),
     },
     ("routed", 0): {
         "implementation": put("experts.config._experts_implementation", lambda _: "eager"),
@@ -182,6 +182,11 @@ def test_adapters(name: str, linear: str, reasons: list[str], runs: int, first: 
     assert kind.fused_runs(made) == runs
 
 
+class Converts(MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.up_proj.weight.dtype))
+
+
 class Takes(MLP):
     def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
         return super().forward(x) * scale
@@ -197,6 +202,10 @@ CALLS: dict[str, tuple[Callable[[], Any], list[tuple[int, Callable[[Any], Tensor
         lambda: converted(Takes()),
         [(1, lambda m: m(x)), (0, lambda m: m(x, 2.0)), (0, lambda m: m(x=x)),
          (0, lambda m: m(x, scale=0.5))],
+    ),
+    "mlp that converts": (
+        lambda: converted(Converts()),
+        [(1, lambda m: m(x)), (0, lambda m: m(x.float()))],
     ),
     "sizes of groups": (
         lambda: fused_experts.converted(fused_experts.Sizes()),

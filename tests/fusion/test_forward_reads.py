@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from blocktensor import fuse, unfuse
-from blocktensor.fusion.forward_reads import Reads, reads_of
+from blocktensor.fusion.forward_reads import Reads
 from tests.support.compiling import afresh
 from tests.support.fused_kinds import count_runs
 from tests.support.gated import assert_bits
@@ -202,10 +202,12 @@ def test_settings_of_other_modules(make: Any, owner: str, name: str, value: Any)
 
 
 def test_they_are_few() -> None:
-    names = sorted(read.name for read in reads_of(converted(MLP()), MLP))
-    # of the MLP, nn.Linear and nn.SiLU
-    of_classes = ["__code__"] * 3 + ["__call__"] * 2 + ["forward"] * 3
-    assert names == sorted(["F", "F", "inplace", "linear", "silu", "act_fn", *of_classes])
+    model: Any = converted(MLP())
+    fuse(model)
+    names = sorted(read.name for read in model._fused_reads.found)
+    of_forwards = [*["__code__", "__defaults__", "forward"] * 3, *["__call__"] * 2]
+    of_objects = ["F", "F", "inplace", "linear", "silu", "act_fn", *["bias"] * 3]
+    assert names == sorted([*of_forwards, *of_objects])
 
 
 @pytest.mark.parametrize("make", [MLP, Varied])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -170,3 +172,16 @@ def test_compilers_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not dynamo._announced
     fuse(converted(MLP()))
     assert dynamo._announced
+
+
+def test_nothing_delays_the_freeing_of_a_model() -> None:
+    gc.collect()
+    model = converted(MLP())
+    fuse(model)
+    references = [weakref.ref(x) for x in (*model.modules(), *model.parameters())]
+    gc.disable()
+    try:
+        del model
+        assert [x() for x in references] == [None] * len(references)
+    finally:
+        gc.enable()

@@ -43,9 +43,11 @@ class AllRows(Sizes):
 
 
 def planted(name: str) -> Sizes:
+    h = H[name]
+
     class Planted(Sizes):
         def hidden(self, gate: Tensor, up: Tensor) -> Tensor:
-            return H[name](gate, up)
+            return h(gate, up)
 
     return Planted()
 
@@ -83,7 +85,7 @@ def test_bits(make: Callable[[], Any], dtype: torch.dtype, recipe: Recipe) -> No
     twin = copy.deepcopy(model)
     (entry,) = fuse(model).fused
     w1, w2, w3 = sorted(dict(model.named_parameters()))
-    act = getattr(model, "act_name", "silu")
+    act = "gelu_tanh" if isinstance(model, Ends) else "silu"
     assert entry.computes == f"{w2}({act}({w1}(x)) * {w3}(x)) by expert"
     assert model._fused_pattern.ends == isinstance(model, Ends)
     assert_bits(results(model), results(twin))
@@ -96,7 +98,7 @@ class Joint(Sizes):
 
     def __init__(self) -> None:
         nn.Module.__init__(self)
-        whole, self.act_name = Sizes(), "silu"
+        whole, self.of_gate = Sizes(), F.silu
         self.gate_up_proj = nn.Parameter(torch.cat([plain(whole.w1), plain(whole.w3)], 1))
         self.down_proj = whole.w2
 
@@ -115,6 +117,9 @@ class Flagged(Joint):
 
 class Projections(Sizes):
     NAMES = ("gate_proj", "up_proj", "down_proj")
+
+    def stacks(self) -> tuple[Any, Any, Any]:
+        return self.gate_proj, self.up_proj, self.down_proj
 
 
 @pytest.mark.parametrize("model", [Projections("gelu_tanh"), Joint(), Flagged()], ids=type)
@@ -149,10 +154,10 @@ OF_CUT: dict[str, Callable[[DTensor], Any]] = {
 class OfCut(Sizes):
     def __init__(self, how: str) -> None:
         super().__init__(experts=4, hidden=256)
-        self.how = how
+        self.how, self.of_cut = how, OF_CUT[how]
 
     def plain(self, stack: Any) -> Any:
-        return OF_CUT[self.how](stack) if isinstance(stack, DTensor) else stack
+        return self.of_cut(stack) if isinstance(stack, DTensor) else stack
 
 
 def run(model: OfCut) -> tuple[list[Tensor], bool]:
@@ -260,3 +265,15 @@ def test_another_implementation_of_routed_experts() -> None:
     experts.config._experts_implementation = "batched_mm"
     reason = "its experts_implementation is 'batched_mm': expected 'grouped_mm'"
     assert why_left_alone(experts) == reason
+
+
+@needs_transformers
+def test_an_implementation_that_is_registered_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS as TABLE
+
+    kind = KINDS["routed"]
+    model, twin = kind.fused()
+    own = TABLE["grouped_mm"]
+    monkeypatch.setitem(TABLE._local_mapping, "grouped_mm", lambda *args: own(*args) * 2)
+    assert_bits(kind.results(model), kind.results(twin))
+    assert kind.fused_runs(model) == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -59,11 +60,13 @@ FORWARDS: dict[str, Callable[[Any, Tensor], Tensor]] = {
 
 
 def planted(name: str) -> Callable[[], nn.Module]:
+    whole, inner = FORWARDS.get(name), SCALED.get(name)
+
     class Planted(Norm):
         def forward(self, x: Tensor) -> Tensor:
-            if name in FORWARDS:
-                return FORWARDS[name](self, x)
-            return self.weight * SCALED[name](x, self.variance_epsilon).to(x.dtype)
+            if whole is not None:
+                return whole(self, x)
+            return self.weight * inner(x, self.variance_epsilon).to(x.dtype)  # type: ignore[misc]
 
     return Planted
 
@@ -104,6 +107,34 @@ a weight of two dimensions: it has no weight [K]
 no epsilon: has no epsilon (an attribute variance_epsilon, eps, epsilon, norm_eps)
 another forward: its forward was replaced on the instance""",
     )
+
+
+class GetsEpsilon(Norm):
+    """Reads its epsilon by ``getattr``, from itself or from a config."""
+
+    def scaled(self, x: Tensor) -> Tensor:
+        config = getattr(self, "config", self)
+        x = x.float()
+        epsilon = getattr(config, "variance_epsilon", 1e-5)
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + epsilon)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda norm: setattr(norm, "variance_epsilon", 0.5),
+        lambda norm: setattr(norm, "config", SimpleNamespace(variance_epsilon=0.5)),
+        lambda norm: delattr(norm, "variance_epsilon"),
+    ],
+    ids=["its epsilon", "a config", "a default"],
+)
+def test_an_epsilon_that_is_read_by_getattr(change: Callable[[Any], None]) -> None:
+    models = fused_blocks(lambda: GetsEpsilon(eps=1e-3))
+    for each in models:
+        change(each.layers[0].input_layernorm)
+    model, twin = models
+    assert_bits(results(model), results(twin))
+    assert count_runs(model, X.bfloat16()) == 5
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -47,6 +47,10 @@ class Planned(Exception):
     """An error that a program raises in a forward."""
 
 
+class Ended(Exception):
+    """FSDP2 cannot go on after an error: before torch 2.13."""
+
+
 class Action(NamedTuple):
     """What happens inside of a forward: to a module or a parameter, perhaps on some ranks alone."""
 
@@ -78,11 +82,7 @@ class Program(Pair):
     # Order
 
     def run(self) -> None:
-        """Run the program.
-
-        Raises:
-            AssertionError: with the events so far.
-        """
+        """Run the program; an error says which events there were."""
         try:
             if self.draw.random() < 0.3:
                 self._some_of(self.events, 16)
@@ -92,6 +92,8 @@ class Program(Pair):
             self.do(self.backward)
             self.do(self.reshard_all)
             self.do(functools.partial(self.forward, is_last=True))
+        except Ended:
+            return
         except BaseException as error:
             said = f"{self.how} {self.mesh.mesh.shape}:\n  " + "\n  ".join(self.trace)
             raise AssertionError(said) from error
@@ -156,7 +158,7 @@ class Program(Pair):
             actions[draw.randint(0, len(order))] = Action("raise")
         needs = grad and draw.random() < 0.5
         # what is gathered for the first time then is lost for training, in plain models too
-        infers = not grad and self.has_gathered and draw.random() < 0.3
+        infers = not grad and not actions and self.has_gathered and draw.random() < 0.4
         mode = torch.inference_mode if infers else functools.partial(torch.set_grad_enabled, grad)
         self.say(repr(part), order, f"{grad=} {infers=}", actions)
         self.has_run = True
@@ -378,8 +380,9 @@ class Program(Pair):
     def recover(self) -> None:
         """Drop all that FSDP was doing before an error."""
         for model in self.both:
-            if hasattr(model, "reset_iter_state"):
-                model.reset_iter_state()
+            if not hasattr(model, "reset_iter_state"):
+                raise Ended
+            model.reset_iter_state()
         self.handles.clear()
         self.rows.clear()
         self.forget()

@@ -27,7 +27,7 @@ class Sizes(nn.Module):
         self, activation: str = "silu", experts: int = EXPERTS, hidden: int = HIDDEN, k: int = K
     ) -> None:
         super().__init__()
-        self.act_name = activation
+        self.of_gate = EAGER[activation]
         shapes = ((experts, hidden, k), (experts, hidden, k), (experts, k, hidden))
         for seed, (name, shape) in enumerate(zip(self.NAMES, shapes, strict=True)):
             values = torch.empty(shape, dtype=torch.bfloat16)
@@ -35,11 +35,12 @@ class Sizes(nn.Module):
                 values = randn(*shape, seed=seed, dtype=torch.bfloat16) / math.sqrt(shape[2])
             self.register_parameter(name, nn.Parameter(values))
 
-    def act(self, x: Tensor) -> Tensor:
-        return EAGER[self.act_name](x)
-
     def hidden(self, gate: Tensor, up: Tensor) -> Tensor:
-        return self.act(gate) * up
+        return self.of_gate(gate) * up
+
+    def stacks(self) -> tuple[Any, Any, Any]:
+        """The stacks of gate, up and down."""
+        return self.w1, self.w3, self.w2
 
     def offs(self, groups: Tensor) -> Tensor:
         return groups.cumsum(0, dtype=torch.int32)
@@ -49,7 +50,7 @@ class Sizes(nn.Module):
 
     def forward(self, x: Tensor, groups: Tensor) -> Any:
         offs = self.offs(groups)
-        gate, up, down = (self.plain(self._parameters[name]) for name in self.NAMES)
+        gate, up, down = map(self.plain, self.stacks())
 
         def by(x: Tensor, w: Any) -> Tensor:
             return torch._grouped_mm(x.bfloat16(), w.bfloat16().transpose(-2, -1), offs=offs)

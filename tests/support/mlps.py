@@ -103,12 +103,13 @@ PLANTED = [*H, *FORWARDS]
 
 def planted(name: str) -> nn.Module:
     """An MLP of this difference."""
+    whole, inner = FORWARDS.get(name), H.get(name, h_of)
 
     class Planted(MLP):
         def forward(self, x: Tensor) -> Any:
-            if name in FORWARDS:
-                return FORWARDS[name](self, x)
-            return self.down_proj(H[name](self.gate_proj(x), self.up_proj(x)))
+            if whole is not None:
+                return whole(self, x)
+            return self.down_proj(inner(self.gate_proj(x), self.up_proj(x)))
 
     return Planted(bias=name == "a bias left out")
 

@@ -59,10 +59,8 @@ def batch(number: int) -> Tensor:
     return randn(24, K, seed=number, dtype=torch.float32)
 
 
-def assert_same_step(model: nn.Module, single: nn.Module, number: int, **inputs: Any) -> None:
+def assert_same_step(model: nn.Module, single: nn.Module, number: int) -> None:
     """Outputs and gradients have the bits of one process."""
-    for each in (model, single):
-        each.zero_grad()
     x, y = (batch(number).requires_grad_() for _ in range(2))
     made, wanted = model(x), single(y)
     assert torch.equal(made, wanted)
@@ -175,25 +173,52 @@ def test_a_teacher_that_is_written_inside_of_a_forward(
 def _written_on_one_rank(rank: int, world: int, folder: str) -> None:
     ranks.TIMEOUT = datetime.timedelta(seconds=1)
     model, _ = following(init_device_mesh("cpu", (world,)))
-    weight = model.teacher.weight
-    model.follow = lambda: rank and weight.to_local().mul_(2)
+    weight, x = model.teacher.weight, batch(0).requires_grad_()
+    write = lambda: rank and weight.to_local().mul_(2)  # noqa: E731
+    if Path(folder).name == "in a forward":
+        model.follow = write
+        fails = lambda: model(x)  # noqa: E731
+    else:
+        fails = model(x).sum().backward
+        with torch.no_grad():
+            write()
     with pytest.raises(RuntimeError) as error:
-        model(batch(0))
+        fails()
     Path(folder, str(rank)).write_text(str(error.value))
     os._exit(rank)  # the other one waits for it
 
 
-def test_one_rank_alone_writes_inside_of_a_forward(tmp_path: Path) -> None:
-    folder = tmp_path / "errors"
+@pytest.mark.parametrize(
+    ("when", "error"),
+    [
+        (
+            "in a forward",
+            r"rank 1 waited 1 s for rank 0 to compare FP8 weights that a forward writes to before "
+            r"it gathers them, of which it has teacher\.weight: write to the shards on all ranks, "
+            r"or before the forward$",
+        ),
+        ("before a backward", "an FP8 weight that FSDP2 gathers was changed or moved on this rank"),
+    ],
+)
+def test_one_rank_alone_writes(tmp_path: Path, when: str, error: str) -> None:
+    """It raises, and so does the other one as soon as that has ended."""
+    folder = tmp_path / when
     with pytest.raises(RuntimeError, match="exit code"):
         run(_written_on_one_rank, 2, folder)
-    assert re.match(
-        "rank 1 waited 1 s for rank 0 to compare FP8 weights that a forward writes to before it "
-        r"gathers them, of which it has teacher\.weight: write to the shards on all ranks, or "
-        "before the forward$",
-        (folder / "1").read_text(),
-    )
-    assert (folder / "0").exists()  # an error of the group
+    assert re.match(error, (folder / "1").read_text())
+    assert (folder / "0").exists()
+
+
+@on_ranks(1, 2, gpus=())
+def test_evaluations_in_inference_mode(mesh: DeviceMesh) -> None:
+    """What stays gathered after them serves the next step."""
+    model, single = twins(mesh)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, single)]
+    for number in range(3):
+        assert_same_step(model, single, number)
+        step(*optimizers)
+        with torch.inference_mode():
+            assert torch.equal(model(batch(9)), single(batch(9)))
 
 
 @on_ranks(2, gpus=())
