@@ -300,10 +300,7 @@ def _op_by_op(ctx: Any, saved: list[Any], grads: list[Any], asked: list[bool]) -
     dxs: list[Tensor | None] = [None, None]
     row, col = plan.dh_formats
     formats = row if needs_dx else None, col if any(needs_dw[:2]) else None
-    x_cols: list[Quantized] = []  # one for each wgrad that reads it, so that the last frees it
-    if x_data is not None:
-        assert plan.x_columnwise is not None
-        x_cols = [Quantized(x_data, x_scale, plan.x_columnwise)] * (1 if plan.up is None else 2)
+    x_cols = _columnwise_inputs(plan, x_data, x_scale)
     del x_data, x_scale
     made = forms_in_backward(product, plan, sources, needs_dw[2], formats, needs_dbias, dbiases)
     for i, (d_row, d_col) in made:
@@ -325,6 +322,14 @@ def _op_by_op(ctx: Any, saved: list[Any], grads: list[Any], asked: list[bool]) -
     if plan.up is None:
         dxs.reverse()  # the one edge to x is the first
     return dxs[1], dxs[0], *dws, *dbiases, None, None
+
+
+def _columnwise_inputs(plan: GatedPlan, data: Any, scale: Any) -> list[Quantized]:
+    """Return the columnwise form of x once for each wgrad: the last one that reads it frees it."""
+    if data is None:
+        return []
+    assert plan.x_columnwise is not None
+    return [Quantized(data, scale, plan.x_columnwise)] * (1 if plan.up is None else 2)
 
 
 def _held_dh(ctx: Any, grad: Tensor | None) -> Tensor | None:

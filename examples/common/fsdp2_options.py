@@ -123,6 +123,17 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Shape]:
     for flag, default in defaults.items():
         if getattr(options, flag) is None:
             setattr(options, flag, default)
+    _check_numbers(parser, options)
+    _check_combinations(parser, options)
+    _check_folders(parser, options)
+    if options.precision == "fp8":
+        options.gather = options.gather or "fp8"
+    options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    return options, replace(shape, layers=options.layers, vocab=options.vocab)
+
+
+def _check_numbers(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Check each number, and that steps are left to time."""
     least = {
         "layers": 1,
         "vocab": 2,
@@ -152,6 +163,10 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Shape]:
             f"--warmup-steps {options.warmup_steps} leaves no step to time: it must be less than "
             f"--steps {options.steps}{traced}"
         )
+
+
+def _check_combinations(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Check flags that need or exclude each other."""
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch sees no GPU here")
     if options.gather and options.precision != "fp8":
@@ -170,6 +185,10 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Shape]:
         parser.error("--fake-ranks is for one process: start it with python, not torchrun")
     if options.checkpoint_every and not options.checkpoint:
         parser.error("--checkpoint-every needs a folder: give --checkpoint DIR as well")
+
+
+def _check_folders(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Check that folders are folders, or can be made."""
     if options.trace and options.trace.is_dir():
         parser.error(f"--trace {options.trace} is a folder: give the name of a file")
     parent = options.trace and options.trace.parent
@@ -177,7 +196,3 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Shape]:
     for flag, folder in folders.items():
         if folder is not None and folder.exists() and not folder.is_dir():
             parser.error(f"--{flag} {folder} is not a folder")
-    if options.precision == "fp8":
-        options.gather = options.gather or "fp8"
-    options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    return options, replace(shape, layers=options.layers, vocab=options.vocab)

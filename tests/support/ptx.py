@@ -68,6 +68,31 @@ def toward_minus_infinity(x: Any) -> Any:
     return bits(np.where(near.astype(np.float64) > x, np.nextafter(near, F32(-np.inf)), near))
 
 
+def result(op: str, operands: list[Any], dtype: torch.dtype) -> Any:
+    """What an instruction computes from words and numbers."""
+    if op in WORDS:
+        return WORDS[op](*operands)
+    if op == "cvt.f32.f16":
+        return rounded(operands[0])
+    if op == "selp.f32":
+        return np.where(operands[2], *operands[:2])
+    if op == f"fma.rn.{NAMES[dtype].replace('fp16', 'f16')}x2":  # of both halves
+        pairs = zip(*(halves(x, dtype) for x in operands), strict=True)
+        low, high = (a * b + c for a, b, c in pairs)
+        return word(low, high, dtype)
+    numbers = [wide(x) for x in operands]
+    if op in FLOATS:
+        return rounded(FLOATS[op](*numbers))
+    if op == "setp.ge.f32":
+        return numbers[0] >= numbers[1]
+    if op == "fma.rm.f32":
+        a, b, c = numbers
+        return toward_minus_infinity(a * b + c)
+    assert op.startswith("cvt.rn."), op
+    high, low = numbers
+    return word(low, high, dtype)
+
+
 def run(ptx: str, words: list[Any], dtype: torch.dtype) -> Any:
     """Word $0 of ``ptx``, given the words $1, $2, ..."""
     registers: dict[str, Any] = {f"${i + 1}": x for i, x in enumerate(words)}
@@ -86,25 +111,6 @@ def run(ptx: str, words: list[Any], dtype: torch.dtype) -> Any:
         if op == "mov.b32" and len(names) == 2:  # a word into two halves
             low_high = halves(registers[names.pop()], dtype)
             registers |= dict(zip((out, names[0]), low_high, strict=True))
-        elif op == "cvt.f32.f16":
-            registers[out] = rounded(registers[names[0]])
-        elif op.startswith("cvt.rn."):
-            registers[out] = word(wide(operand(names[1])), wide(operand(names[0])), dtype)
-        elif op == "selp.f32":
-            registers[out] = np.where(registers[names[2]], *map(operand, names[:2]))
-        elif op == "setp.ge.f32":
-            a, b = (wide(operand(name)) for name in names)
-            registers[out] = a >= b
-        elif op == "fma.rm.f32":
-            a, b, c = (wide(operand(name)) for name in names)
-            registers[out] = toward_minus_infinity(a * b + c)
-        elif op in FLOATS:
-            registers[out] = rounded(FLOATS[op](*(wide(operand(name)) for name in names)))
-        elif op in WORDS:
-            registers[out] = WORDS[op](*(operand(name) for name in names))
-        else:  # of both halves
-            assert op == {"bf16": "fma.rn.bf16x2", "fp16": "fma.rn.f16x2"}[NAMES[dtype]]
-            pairs = zip(*(halves(operand(name), dtype) for name in names), strict=True)
-            low, high = (a * b + c for a, b, c in pairs)
-            registers[out] = word(low, high, dtype)
+        else:
+            registers[out] = result(op, [operand(name) for name in names], dtype)
     return registers["$0"]
