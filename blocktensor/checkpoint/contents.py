@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -68,22 +68,50 @@ def scales_of(entries: Mapping[str, Entry]) -> dict[str, str]:
     """
     scales = {}
     for name, entry in entries.items():
-        if entry.is_fp8 and name + SCALE_SUFFIX in entries:
-            scales[name] = name + SCALE_SUFFIX
-            check_scales(entries[name + SCALE_SUFFIX], entry.shape)
+        found = next((x for x in names_of_scales(name) if x in entries), None)
+        if entry.is_fp8 and found is not None:
+            scales[name] = found
+            check_scales(entries[found], entry.shape)
     return scales
+
+
+def names_of_scales(weight: str) -> list[str]:
+    """Return the names that the scales of a weight may have.
+
+    ``weight_scale_inv`` is DeepSeek-V3's name, ``weight_scale`` that of compressed-tensors and
+    ModelOpt, ``scale`` DeepSeek-V4's and ``qscale_weight`` Mistral's.
+    """
+    names = [f"{weight}{SCALE_SUFFIX}", f"{weight}_scale"]
+    module, _, last = weight.rpartition(".")
+    return names + [f"{module}.{x}" for x in ("scale", "qscale_weight") if last == "weight"]
 
 
 def check_scales(scales: Entry, shape: tuple[int, ...]) -> None:
     """Raise CheckpointError unless a tensor has a scale for each block of a weight of ``shape``."""
     expected = BLOCKS_128X128.scale_shape(shape) if len(shape) in BLOCKS_128X128.ranks else None
-    # transformers 5.17 writes those of experts without their dimensions of one block
-    squeezed = expected and tuple(size for size in expected if size != 1)
-    if scales.dtype not in _SCALES or scales.shape not in (expected, squeezed):
+    # transformers 5.17 writes those of experts without their dimensions of one block, ModelOpt
+    # writes more of them
+    fits = expected is not None and _without_ones(scales.shape) == _without_ones(expected)
+    if scales.dtype not in _SCALES or not fits:
         raise CheckpointError(
-            f"{scales} is {scales.dtype} {list(scales.shape)}: expected {' or '.join(_SCALES)}, "
-            f"{expected and list(expected)}: a scale for each 128x128 block of {list(shape)}"
+            f"{scales} is {scales.dtype} {list(scales.shape)}{_granularity(scales.shape, shape)}: "
+            f"expected {' or '.join(_SCALES)}, {expected and list(expected)}: a scale for each "
+            f"128x128 block of {list(shape)}; dequantize the weights with the library that wrote "
+            f"them, then convert"
         )
+
+
+def _without_ones(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(size for size in shape if size != 1)
+
+
+def _granularity(scales: Sequence[int], shape: Sequence[int]) -> str:
+    """Say what scales of other shapes belong to."""
+    if not _without_ones(scales):
+        return ", one for the whole tensor"
+    if _without_ones(scales) == _without_ones(shape[:-1]):
+        return ", one for each row"
+    return ""
 
 
 def _index(file: Path) -> dict[str, str]:

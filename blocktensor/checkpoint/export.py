@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,51 +11,73 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..model.names import is_module
-from ..ops.cast.ops import quantize_rowwise
+from ..ops.cast.ops import dequantize, quantize_rowwise
 from ..ops.checks import bad_scale
-from ..ops.formats import BlockFormat, Quantized
+from ..ops.formats import BLOCKS_128X128, BlockFormat, Quantized
 from ..sharding.dtensor import fp8_part, local_of
 from ..sharding.whole import form_of, format_of, whole_tensors
 from ..tensor.base import MasterBase
-from .names import Names, names_to_write, possible_names
 from .on_disk import SCALE_SUFFIX
+from .parts import Part, all_of
+from .pretrained import pretrained_models, saved, skeleton
+from .stored import Group, Stored, groups_of, members_of, separated, stored_as
 
 
 class Exported(NamedTuple):
     """All that is exported of a model, in its order, without values.
 
     Attributes:
+        model: the model.
         tensors: of the model, by its names, each once.
-        names: the names of exported tensors, by the model's.
-        units: the parts of the export.
+        fp8: the names of those that are exported in FP8.
+        known: what ``save_pretrained`` would write; see :func:`.stored.groups_of`.
+        groups: of exported tensors, those of tied tensors under each of their names.
+        separate_experts: as in :func:`save_fp8`.
     """
 
+    model: nn.Module
     tensors: Mapping[str, Tensor]
-    names: Mapping[str, Names]
-    units: list[Unit]
+    fp8: Collection[str]
+    known: list[Group]
+    groups: list[Group]
+    separate_experts: bool
+
+    def with_fp8(self, fp8: Collection[str], own: Collection[str]) -> Exported:
+        """Return the export with other tensors in FP8; those in ``own`` take their own names."""
+        groups = stored_as(self.known, shapes_of(self.model), fp8, own)
+        if self.separate_experts:
+            groups = separated(self.model, groups, fp8)
+        return self._replace(fp8=fp8, groups=groups)
+
+    @property
+    def written(self) -> list[Group]:
+        """The groups of exported tensors, those of tied tensors once, in the order of the model."""
+        order = {name: number for number, name in enumerate(self.tensors)}
+        found = []
+        for group in self.groups:
+            places = [order[name] for name in members_of(group) if name in order]
+            if places:
+                found.append((min(places), group))
+        return [group for _, group in sorted(found, key=lambda pair: pair[0])]
+
+    @property
+    def modules(self) -> dict[str, str]:
+        """The names of the modules in the checkpoint, by the names of the model's tensors."""
+        return {name: x.module for group in self.groups for x in group for name in x.of}
 
 
 class Unit(NamedTuple):
-    """The smallest part of an export: a tensor of the model, or an expert of a stack.
+    """The smallest part of an export: tensors that are made together, and stay in one file.
 
     Attributes:
-        x: the tensor or the stack, perhaps a DTensor.
-        expert: which one of a stack; None for all of ``x``.
-        names: of the matrices that it is exported as, one below the other.
-        label: how messages call it.
+        stored: the tensors.
+        group: all tensors that are made of the same ones of the model.
+        nbytes: of the tensors and their scales.
     """
 
-    x: Tensor
-    expert: int | None
-    names: tuple[str, ...]
-    label: str
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of all that it is exported as."""
-        shape = self.x.shape if self.expert is None else self.x.shape[1:]
-        fp8 = fp8_part(self.x)
-        return shape.numel() * self.x.itemsize if fp8 is None else format_of(fp8).nbytes(shape)
+    stored: tuple[Stored, ...]
+    group: Group
+    nbytes: int
 
 
 def iter_fp8(
@@ -66,9 +88,9 @@ def iter_fp8(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a converted model in FP8, for an inference engine to load.
 
-    Names, dtypes and bytes are those of :func:`save_fp8`: e4m3 weights beside their fp32 scales
-    (``weight_scale_inv``), which the next forward would multiply by, and the other tensors in their
-    dtypes, on the device of the model::
+    Names, dtypes and bytes are those of :func:`save_fp8` with ``all_in_fp8=True``: e4m3 weights
+    beside their fp32 scales (``weight_scale_inv``), which the next forward would multiply by, and
+    the other tensors in their dtypes, on the device of the model::
 
         state = dict(blocktensor.iter_fp8(model))
 
@@ -91,9 +113,14 @@ def iter_fp8(
         TypeError, ValueError: as :func:`save_fp8`, before the first tensor; for an FP8 weight that
             holds NaN or Inf, before the first tensor if it is sharded, or when its turn comes.
     """
-    units = exported(model, "iter_fp8", separate_experts).units
+    found = exported(model, "iter_fp8", separate_experts)
     yields = rank is None or rank == (dist.get_rank() if dist.is_initialized() else 0)
-    return (pair for _, stored in stored_in_turn(units) if yields for pair in stored.items())
+    return (
+        pair
+        for stored in stored_in_turn(found, units_of(found))
+        if yields
+        for pair in stored.items()
+    )
 
 
 def exported(model: nn.Module, caller: str, separate_experts: bool) -> Exported:
@@ -104,13 +131,20 @@ def exported(model: nn.Module, caller: str, separate_experts: bool) -> Exported:
     """
     is_module(model, caller)
     tensors = _unique_tensors(model)
-    if all(fp8_part(x) is None for x in tensors.values()):
+    fp8 = {name for name, x in tensors.items() if fp8_part(x) is not None}
+    if not fp8:
         raise ValueError("the model has no FP8 weight: convert it first (blocktensor.convert)")
     for name, x in tensors.items():
         if x.is_meta:
             raise ValueError(f"{name} is on the meta device, it has no values: initialise it first")
-    names = names_to_write(tensors, possible_names(model), separate_experts)
-    return Exported(tensors, names, list(_units(tensors, names)))
+    found = Exported(model, tensors, fp8, groups_of(model), [], separate_experts)
+    return found.with_fp8(fp8, ())
+
+
+def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of parameters and persistent buffers, by their names in ``state_dict``."""
+    state = model.state_dict(keep_vars=True)
+    return {name: tuple(x.shape) for name, x in state.items() if isinstance(x, Tensor)}
 
 
 def _unique_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -126,37 +160,107 @@ def _unique_tensors(model: nn.Module) -> dict[str, Tensor]:
     return dict(unique.values())
 
 
-def _units(tensors: Mapping[str, Tensor], names: Mapping[str, Names]) -> Iterator[Unit]:
-    for name, x in tensors.items():
-        way = names[name]
-        if way.experts is None:
-            yield Unit(x, None, way.templates, name)
-        else:
-            for expert in range(way.experts):
-                yield Unit(x, expert, way.of_expert(expert), f"{name}[{expert}]")
+def units_of(found: Exported) -> list[Unit]:
+    """Divide an export into its smallest parts."""
+    return [unit for group in found.written for unit in _units(group, found)]
 
 
-def stored_in_turn(units: Sequence[Unit]) -> Iterator[tuple[Unit, dict[str, Tensor]]]:
-    """Yield each unit with its tensors, by name, contiguous, on the device of the model.
+def _units(group: Group, found: Exported) -> Iterator[Unit]:
+    """Divide a group: a stack into its experts, others into their tensors."""
+
+    def key(numbered: tuple[int, Stored]) -> object:
+        number, stored = numbered
+        if stored.parts is None:
+            return None  # transformers computes all at once
+        return number if stored.expert is None else (stored.of, stored.expert)
+
+    for _, same in itertools.groupby(enumerate(_in_order(group)), key):
+        tensors = tuple(stored for _, stored in same)
+        yield Unit(tensors, group, sum(_nbytes(stored, found) for stored in tensors))
+
+
+def _in_order(group: Group) -> Group:
+    """Order the tensors of a group as their parts lie in the model's tensors."""
+
+    def place(stored: Stored) -> list[Any]:
+        return [(part.name, [run.start for run in part.there]) for part in (stored.parts or ())[:1]]
+
+    return sorted(group, key=place)
+
+
+def _nbytes(stored: Stored, found: Exported) -> int:
+    first = found.tensors.get(stored.of[0])
+    fp8 = fp8_part(first)
+    if stored.of[0] in found.fp8 and fp8 is not None:
+        return format_of(fp8).nbytes(stored.shape)
+    itemsize = 4 if first is None else first.itemsize
+    return torch.Size(stored.shape).numel() * itemsize
+
+
+def stored_in_turn(found: Exported, units: Sequence[Unit]) -> Iterator[dict[str, Tensor]]:
+    """Yield the tensors of each unit, by name, contiguous, on the device of the model.
 
     A sharded tensor is gathered once, for all of its units; all ranks get all.
 
     Raises:
         ValueError: a weight that FP8 cannot hold.
     """
-    groups = [list(same) for _, same in itertools.groupby(units, key=lambda unit: id(unit.x))]
+    groups = [list(same) for _, same in itertools.groupby(units, key=lambda unit: id(unit.group))]
+    state = found.model.state_dict(keep_vars=True)
+    names = [members_of(same[0].group) for same in groups]
+    flat = [name for members in names for name in members]
 
     def check(index: int, scale: Tensor, format: BlockFormat) -> None:
-        _check_scales(groups[index][0].label, scale, format)
+        _check_scales(flat[index], scale, format)
 
-    gathering = whole_tensors([same[0].x for same in groups], check)
-    for same in groups:
+    gathering = whole_tensors([state[name] for name in flat], check)
+    for same, members in zip(groups, names, strict=True):
         with torch.no_grad():
-            whole = next(gathering)
+            held = {name: _Held(name, state[name], next(gathering)) for name in members}
         for unit in same:
             with torch.no_grad():
-                stored = _stored(unit, whole)
-            yield unit, stored
+                stored = _made(unit, held, found)
+            yield stored
+
+
+class _Held(NamedTuple):
+    """A tensor of the model.
+
+    Attributes:
+        name, x: in the model.
+        whole: all of a sharded tensor, or its form; None if it is not sharded.
+    """
+
+    name: str
+    x: Any
+    whole: Quantized | Tensor | None
+
+    def form(self, expert: int | None) -> Quantized:
+        """Return the bytes and scales; ``expert``: of this one only, in a stack of one."""
+        fp8 = fp8_part(self.x)
+        chosen = slice(None) if expert is None else slice(expert, expert + 1)
+        if isinstance(self.whole, Quantized):
+            made = self.whole
+        elif expert is not None and isinstance(fp8, MasterBase):  # cast one expert at a time
+            cast = quantize_rowwise(fp8.master.detach()[expert], format_of(fp8))
+            made, chosen = cast._replace(data=cast.data[None], scale=cast.scale[None]), slice(None)
+        else:
+            made = form_of(fp8)
+        if expert is not None:
+            made = Quantized(made.data[chosen], made.scale[chosen], made.format)
+        if self.whole is None:
+            label = self.name if expert is None else f"{self.name}[{expert}]"
+            scale = made.scale if expert is None else made.scale[0]
+            _check_scales(label, scale.cpu(), made.format)
+        return made
+
+    def values(self, expert: int | None) -> Tensor:
+        """Return the values in high precision, of an FP8 weight those that the forward reads."""
+        if fp8_part(self.x) is not None:
+            return dequantize(self.form(expert), self.x.dtype)
+        plain: Any = self.x.detach() if self.whole is None else self.whole
+        made: Tensor = plain if expert is None else plain[expert : expert + 1]
+        return made
 
 
 def _check_scales(label: str, scale: Tensor, format: BlockFormat) -> None:
@@ -168,32 +272,55 @@ def _check_scales(label: str, scale: Tensor, format: BlockFormat) -> None:
         )
 
 
-def _stored(unit: Unit, whole: Any) -> dict[str, Tensor]:
-    """Return the tensors of a unit; ``whole``: all of a sharded tensor, or its form."""
-    x, expert = unit.x, unit.expert
-    fp8 = fp8_part(x)
-    if fp8 is None:
-        plain = x.detach() if whole is None else whole
-        return _named(unit.names, plain if expert is None else plain[expert])
-    form: Quantized
-    if whole is not None:
-        form = whole if expert is None else _expert_of(whole, expert)
-    elif isinstance(fp8, MasterBase) and expert is not None:  # cast one expert at a time
-        form = quantize_rowwise(fp8.master.detach()[expert], format_of(fp8))
-    else:
-        form = form_of(fp8)
-        form = form if expert is None else _expert_of(form, expert)
-    if whole is None:
-        _check_scales(unit.label, form.scale.cpu(), form.format)
-    scales = [name + SCALE_SUFFIX for name in unit.names]
-    return _named(unit.names, form.data) | _named(scales, form.scale)
+def _made(unit: Unit, held: Mapping[str, _Held], found: Exported) -> dict[str, Tensor]:
+    """Return the tensors of a unit."""
+    first = unit.stored[0]
+    if first.parts is None:
+        return _computed(found.model, {name: x.values(None) for name, x in held.items()})
+    names = {part.name for stored in unit.stored for part in stored.parts or ()}
+    in_fp8 = not names.isdisjoint(found.fp8)
+    forms = {name: held[name].form(first.expert) for name in names} if in_fp8 else {}
+    scales = {name: form.scale for name, form in forms.items()}
+    values = {name: form.data for name, form in forms.items()}
+    values = values or {name: held[name].values(first.expert) for name in names}
+    made = {}
+    for stored in unit.stored:
+        parts = [_of_one(part, first.expert) for part in stored.parts or ()]
+        made[stored.name] = _joined(stored.shape, parts, values)
+        if in_fp8:
+            blocks = [part.in_blocks(stored.shape) for part in parts]
+            shape = BLOCKS_128X128.scale_shape(stored.shape)
+            known = [block for block in blocks if block is not None]
+            assert len(known) == len(blocks)
+            made[stored.name + SCALE_SUFFIX] = _joined(shape, known, scales)
+    return made
 
 
-def _expert_of(stack: Quantized, expert: int) -> Quantized:
-    return Quantized(stack.data[expert], stack.scale[expert], stack.format)
+def _of_one(part: Part, expert: int | None) -> Part:
+    """Return a part of a stack as a part of the stack of one expert."""
+    return part if expert is None else part._replace(there=(slice(0, 1), *part.there[1:]))
 
 
-def _named(names: Sequence[str], x: Tensor) -> dict[str, Tensor]:
-    """Name a tensor, or with several names its rows, in as many equal parts."""
-    parts = [x] if len(names) == 1 else x.chunk(len(names))
-    return {name: part.contiguous() for name, part in zip(names, parts, strict=True)}
+def _joined(shape: Sequence[int], parts: Sequence[Part], sources: Mapping[str, Tensor]) -> Tensor:
+    """Return a tensor that consists of parts of others."""
+    if len(parts) == 1 and parts[0].here == all_of(shape):
+        x = parts[0].take(sources[parts[0].name]).contiguous()
+        # dimensions of size 1 may have any stride: then bytes cannot be viewed in another dtype
+        strides = torch.empty(x.shape, device="meta").stride()
+        return x if x.stride() == strides else x.as_strided(x.shape, strides)
+    first = sources[parts[0].name]
+    made = torch.empty(tuple(shape), dtype=first.dtype, device=first.device)
+    for part in parts:
+        made[part.here].copy_(part.take(sources[part.name]))
+    return made
+
+
+def _computed(model: nn.Module, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return what transformers makes of tensors as it saves them."""
+    prefix, inner = next(
+        (prefix, inner)
+        for prefix, inner in pretrained_models(model)
+        if all(name.startswith(prefix) for name in values)
+    )
+    given = {name.removeprefix(prefix): x for name, x in values.items()}
+    return {prefix + name: x.contiguous() for name, x in saved(skeleton(inner), given).items()}

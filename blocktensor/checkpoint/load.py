@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
-from collections.abc import Mapping, Sequence
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,17 +18,18 @@ from torch.utils._pytree import tree_map_only
 
 from ..conversion.pretrained_models import follow_pretrained_models
 from ..model.names import is_module
+from ..model.weights import is_linear, kind_of
 from ..recipe import Recipe
-from ..sharding.dtensor import local_of
+from ..sharding.dtensor import fp8_part, local_of
 from ..sharding.fsdp.shards import FrozenShard
 from ..sharding.ranks import Ranks
 from ..tensor.base import FP8Base
 from ..text_table import Report, Table, collapse
 from .contents import Entry, entries_of
-from .match import Source, check_fits, match, some
-from .names import possible_names
+from .match import Matched, Source, check_fits, match, some
 from .on_disk import CheckpointError, require_safetensors
-from .read import check_cut, read_values, write_values
+from .parts import entire
+from .read import Read, check_cut, dequantized, read_values, write_values
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,38 @@ class LoadReport(Report):
             f"{len(self.fp8)} loaded in FP8, {len(self.plain)} in the model's dtype; "
             f"{len(self.missing)} missing, {len(self.unexpected)} unexpected"
         )
-        return [Table(("tensor", "outcome", "as"), rows), summary]
+        hint = _other_prefix(self.missing, self.unexpected)
+        return [Table(("tensor", "outcome", "as"), rows), f"{summary}{hint}"]
+
+
+def _other_prefix(missing: Sequence[str], unexpected: Sequence[str]) -> str:
+    """Say so if most names are missing because the checkpoint has them below another module."""
+    ends = defaultdict(list)
+    for name in unexpected:
+        for begin, end in _cuts(name):
+            ends[end].append(begin)
+    pairs: Counter[tuple[str, str]] = Counter()
+    for name in missing:
+        found = next((cut for cut in _cuts(name) if cut[1] in ends), None)
+        if found is not None and found[1].count(".") > 1:  # more than the name of a parameter
+            pairs.update((found[0], other) for other in ends[found[1]])
+    ((own, stored), count), *_ = pairs.most_common(1) or [(("", ""), 0)]
+    if 2 * count < max(4, len(missing)):
+        return ""
+    what = f"the model's {own!r}" if own else "the model"
+    if not stored:
+        return f"; the checkpoint is of {what} alone: load into that"
+    return (
+        f"; the names of {what} begin with {stored!r} in the checkpoint: make {what} the "
+        f"{stored!r} of an empty nn.Module, and load into that with strict=False"
+    )
+
+
+def _cuts(name: str) -> Iterator[tuple[str, str]]:
+    """Yield the pairs of names whose parts, joined by a dot, are those of a name."""
+    parts = name.split(".")
+    for i in range(len(parts)):
+        yield ".".join(parts[:i]), ".".join(parts[i:])
 
 
 def load_fp8(
@@ -69,16 +104,19 @@ def load_fp8(
 ) -> LoadReport:
     """Load an FP8 checkpoint into a model whose linears are plain, converted or on meta.
 
-    Reads checkpoints of :func:`save_fp8`, DeepSeek-V3 and transformers' "fp8", with scales
-    named ``weight_scale_inv``. Scales in another floating-point dtype, e8m0 included, become the
-    same values in fp32. A weight stored in FP8 becomes a frozen :class:`BlockwiseFP8Tensor` with
-    the stored bytes; other tensors are loaded as by ``load_state_dict``, in the model's dtype. An
-    extra state of a module is loaded if it is a tensor. Only tensors of the model are read, one at
-    a time. The model does not change unless all of them can be loaded.
+    Reads checkpoints of :func:`save_fp8`, DeepSeek-V3, transformers' "fp8", and of others with
+    scales of 128x128 blocks. Scales are named ``weight_scale_inv``, ``weight_scale``, ``scale`` or
+    ``qscale_weight``; those in another floating-point dtype, e8m0 included, become the same values
+    in fp32. A weight stored in FP8 becomes a frozen :class:`BlockwiseFP8Tensor` with the stored
+    bytes; one of an embedding, or of another parameter that is no matmul's alone, is dequantized.
+    Other tensors are loaded as by ``load_state_dict``, in the model's dtype. An extra state of a
+    module is loaded if it is a tensor. Only tensors of the model are read, one at a time. The model
+    does not change unless all of them can be loaded.
 
-    A tensor of a transformers model may have the name that ``save_pretrained`` gives it. A stack
-    of experts may be stored whole or as matrices of each expert: ``experts.3.gate_proj.weight``,
-    ``up_proj``, ``down_proj``, or ``w1``, ``w3``, ``w2`` as in Mixtral, with scales of their own.
+    A transformers model gets what ``from_pretrained`` would load into it, under the names and by
+    the conversions of transformers. A stack of experts may be stored whole or as matrices of each
+    expert: ``experts.3.gate_proj.weight``, ``up_proj``, ``down_proj``, or ``w1``, ``w3``, ``w2`` as
+    in Mixtral, with scales of their own.
 
     Args:
         model: any module. Tensors on meta are made on ``device``.
@@ -93,61 +131,95 @@ def load_fp8(
         ImportError: safetensors is not installed.
         CheckpointError: a file that is missing, truncated or malformed; a tensor whose shape or
             dtype does not fit the model; a scale that is not finite and above 0, or does not fit
-            the recipe; a stack of which some experts are missing or not in FP8, or whose gate and
-            up would share blocks; names that are missing or unexpected, if ``strict``.
+            the recipe; a stack of which some experts are missing or not in FP8; FP8 weights that
+            would be joined or split inside of blocks; names that are missing or unexpected, if
+            ``strict``.
         NotImplementedError: weights scaled in other blocks than 128x128; a sharded weight that is
             on meta, trainable, of another recipe, or not in FP8 where the stored one is.
+
+    Warns:
+        UserWarning: no weight of the model is in FP8 then.
     """
     require_safetensors()
     is_module(model, "load_fp8")
     folder = Path(path)
-    entries = entries_of(folder)
-    return load_entries(model, folder, entries, strict=strict, device=device, recipe=recipe)
-
-
-def load_entries(
-    model: nn.Module,
-    folder: Path,
-    entries: Mapping[str, Entry],
-    *,
-    strict: bool,
-    device: torch.device | str | None,
-    recipe: Recipe | None,
-) -> LoadReport:
-    """Load ``entries`` of a checkpoint as :func:`load_fp8`; match their keys with the model.
-
-    A key may differ from the name in the file, where somebody renames tensors as they are loaded.
-    """
-    targets = _targets(model)
-    known = {name: ways for name, ways in possible_names(model).items() if name in targets}
-    sources, unexpected = match(folder, known, entries)
-    states = _extra_states(model, unexpected)
-    unexpected = [name for name in unexpected if name not in states]
-    held = {id(targets[name].current) for name in sources}  # tied tensors are stored once
-    missing = [name for name, target in targets.items() if id(target.current) not in held]
+    entries, targets = entries_of(folder), _targets(model)
+    tensors = {name: target.current for name, target in targets.items()}
+    matched = match(model, tensors, folder, entries)
+    states = _extra_states(model, matched.unexpected)
+    unexpected = tuple(name for name in matched.unexpected if name not in states)
+    held = {id(tensors[name]) for name in matched.sources}  # tied tensors are stored once
+    missing = tuple(name for name, x in tensors.items() if id(x) not in held)
     if strict and (missing or unexpected):
         raise CheckpointError(
             f"{folder}: does not fit the model: {_counted('missing', missing)}, "
             f"{_counted('unexpected', unexpected)}; strict=False loads what fits"
+            f"{_other_prefix(missing, unexpected)}"
         )
-    for name, source in sources.items():
+    home = torch.device("cpu" if device is None else device)
+    stored = {name: (entries[name], module) for name, module in states.items()}
+    fp8 = _load(folder, targets, matched, stored, home, recipe)
+    plain = (*(name for name in matched.sources if name not in fp8), *states)
+    report = LoadReport(fp8, plain, missing, unexpected)
+    if all(fp8_part(x) is None for x in model.parameters()):
+        warnings.warn(
+            f"no weight of this {kind_of(model)} is in FP8: of {folder} {len(plain)} tensors are "
+            f"loaded in high precision, {len(missing)} of the model's are missing"
+            f"{_other_prefix(missing, unexpected)}; blocktensor.convert converts the model",
+            stacklevel=2,
+        )
+    return report
+
+
+def load_matched(
+    model: nn.Module, folder: Path, matched: Matched, device: torch.device, recipe: Recipe | None
+) -> None:
+    """Load what was matched as :func:`load_fp8` loads a checkpoint in ``folder``."""
+    _load(folder, _targets(model), matched, {}, device, recipe)
+
+
+def _load(
+    folder: Path,
+    targets: Mapping[str, _Target],
+    matched: Matched,
+    states: Mapping[str, tuple[Entry, nn.Module]],
+    device: torch.device,
+    recipe: Recipe | None,
+) -> tuple[str, ...]:
+    """Check and read everything, then change the model; return the names of FP8 weights.
+
+    Args:
+        folder: the checkpoint.
+        targets: the places of tensors in the model.
+        matched: what the checkpoint holds of them.
+        states: extra states of modules, and the tensors that are stored of them.
+        device, recipe: as for :func:`load_fp8`.
+    """
+    for name, source in matched.sources.items():
         check_fits(name, source, targets[name].current)
+    sources, computed = _in_high_precision(folder, targets, matched)
+    for name, source in sources.items():
         if local_of(targets[name].current) is not None:
             check_cut(name, targets[name].current, source, recipe)
 
-    home = torch.device("cpu" if device is None else device)
+    files = _Files(computed)
     ranks = Ranks.of(target.current for target in targets.values())
     values: dict[str, Tensor | list[Tensor]] = {}
     extra: dict[str, Tensor] = {}
-    before = tree_map_only(Tensor, torch.clone, {k: x.get_extra_state() for k, x in states.items()})
+    modules = {name: module for name, (_, module) in states.items()}
+    before = tree_map_only(
+        Tensor, torch.clone, {name: x.get_extra_state() for name, x in modules.items()}
+    )
 
     def set_states(given: Mapping[str, Any]) -> None:
-        for name, module in states.items():
+        for name, module in modules.items():
             module.set_extra_state(given[name])
 
     def read() -> None:
-        values.update(_read(sources, targets, home, recipe))
-        extra.update((name, _tensor(entries[name], {}).clone()) for name in states)
+        # file by file, to be kept only if all checks pass
+        for name, source in sorted(sources.items(), key=lambda x: x[1].weights[0].file):
+            values[name] = read_values(targets[name].current, source, device, recipe, files.read)
+        extra.update((name, files.read(entry).clone()) for name, (entry, _) in states.items())
         set_states(extra)  # a module may refuse its state: before anything else changes
 
     try:
@@ -156,6 +228,17 @@ def load_entries(
         with contextlib.suppress(Exception):  # of the module that has refused
             set_states(before)
         raise
+    _assign(targets, sources, values)
+    set_states(extra)  # again, as after a load of torch, where a state may depend on weights
+    return tuple(name for name, source in sources.items() if source.is_fp8)
+
+
+def _assign(
+    targets: Mapping[str, _Target],
+    sources: Mapping[str, Source],
+    values: Mapping[str, Tensor | list[Tensor]],
+) -> None:
+    """Give the model what was read: new parameters, or new values of those that stay."""
     replaced: dict[int, Tensor] = {}
     for name, made in values.items():
         current = targets[name].current
@@ -173,10 +256,6 @@ def load_entries(
             setattr(target.module, target.attribute, replaced[id(target.current)])
         if isinstance(getattr(target.module, target.attribute), FP8Base):
             follow_pretrained_models()
-    set_states(extra)  # again, as after a load of torch, where a state may depend on weights
-    fp8 = tuple(name for name, source in sources.items() if source.is_fp8)
-    plain = (*(name for name, source in sources.items() if not source.is_fp8), *states)
-    return LoadReport(fp8, plain, tuple(missing), tuple(unexpected))
 
 
 class _Target(NamedTuple):
@@ -214,22 +293,60 @@ def _counted(what: str, names: Sequence[str]) -> str:
     return f"{len(names)} {what}" + (f" ({some(names)})" if names else "")
 
 
-def _read(
-    sources: Mapping[str, Source],
-    targets: Mapping[str, _Target],
-    device: torch.device,
-    recipe: Recipe | None,
-) -> dict[str, Tensor | list[Tensor]]:
-    """Read the values of the model, file by file, to be kept only if all checks pass."""
-    made: dict[str, Tensor | list[Tensor]] = {}
-    files: dict[Path, Any] = {}  # open files: a header is parsed once, not per tensor
+Computed = dict[Entry, Callable[[Read], Tensor]]
+"""Computes tensors that no file holds, of stored ones."""
 
-    def read(entry: Entry) -> Tensor:
-        return _tensor(entry, files)
 
-    for name, source in sorted(sources.items(), key=lambda found: found[1].weights[0].file):
-        made[name] = read_values(targets[name].current, source, device, recipe, read)
-    return made
+def _in_high_precision(
+    folder: Path, targets: Mapping[str, _Target], matched: Matched
+) -> tuple[dict[str, Source], Computed]:
+    """Return the sources, those in FP8 of tensors in high precision replaced by their values.
+
+    An embedding has no FP8 form, nor has what a linear layer shares with a module that reads its
+    values.
+    """
+    sources, computed = dict(matched.sources), Computed()
+    holders: dict[int, list[_Target]] = defaultdict(list)
+    for target in targets.values():
+        holders[id(target.current)].append(target)
+    for reader in matched.readers:
+        made = functools.cache(reader.compute)
+        for name in sources.keys() & reader.computed.keys():
+            entry = sources[name].weights[0]
+            computed[entry] = functools.partial(_one_of, made, name)
+    for name, source in matched.sources.items():
+        x = targets[name].current
+        if source.is_fp8 and fp8_part(x) is None and not _is_multiplied(holders[id(x)]):
+            entry = Entry(folder, "F32", tuple(x.shape), name)
+            sources[name] = Source([entire(name, x.shape)], [entry])
+            computed[entry] = functools.partial(dequantized, x, source)
+    return sources, computed
+
+
+def _one_of(compute: Callable[[Read], Mapping[str, Tensor]], name: str, read: Read) -> Tensor:
+    return compute(read)[name]
+
+
+def _is_multiplied(holders: Sequence[_Target]) -> bool:
+    """Return True if matmuls alone read a parameter, as far as its modules are known."""
+    if any(isinstance(x.module, (nn.Embedding, nn.EmbeddingBag)) for x in holders):
+        return False
+    known = {is_linear(x.module) and x.attribute == "weight" for x in holders}
+    return len(known) == 1 or holders[0].current.ndim == 3
+
+
+class _Files:
+    """Reads the tensors of a checkpoint; a header is parsed once, not per tensor."""
+
+    def __init__(self, computed: Computed) -> None:
+        self._computed = computed
+        self._opened: dict[Path, Any] = {}
+
+    def read(self, entry: Entry) -> Tensor:
+        """Return a tensor in the memory of its file, or one that is computed."""
+        if entry in self._computed:
+            return self._computed[entry](self.read)
+        return _tensor(entry, self._opened)
 
 
 def _tensor(entry: Entry, files: dict[Path, Any]) -> Tensor:

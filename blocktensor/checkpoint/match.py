@@ -14,80 +14,145 @@ from ..sharding.dtensor import fp8_part
 from ..sharding.fsdp.shards import FrozenShard
 from ..tensor.base import MasterBase
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
-from .contents import Entry, scales_of
-from .names import Names, aligned
-from .on_disk import SCALE_SUFFIX, CheckpointError
+from .contents import Entry, names_of_scales, scales_of
+from .names import Names, possible_names
+from .on_disk import CheckpointError
+from .parts import Part, entire, sizes_of, spelled
+from .pretrained import pretrained_models
+from .pretrained_reader import PretrainedReader
 
 
 class Source(NamedTuple):
     """The stored tensors that a tensor of the model is read from.
 
     Attributes:
-        names: how the checkpoint names it.
-        weights: the tensor itself, or the matrices of a stack, expert after expert.
+        parts: of the tensor, by the names of :attr:`weights`.
+        weights: the stored tensor of each part.
         scales: those of each of ``weights`` in FP8.
+        whole: each of ``weights`` is expected to be a part, and no more.
     """
 
-    names: Names
-    weights: list[Entry]
-    scales: list[Entry]
+    parts: Sequence[Part]
+    weights: Sequence[Entry]
+    scales: Sequence[Entry] = ()
+    whole: bool = True
 
     @property
     def is_fp8(self) -> bool:
         """Return True if the weights are stored in FP8."""
         return self.weights[0].is_fp8
 
-    def boxes(self, shape: Sequence[int]) -> list[tuple[slice, ...]]:
-        """Return where each of ``weights`` is in a plain tensor of ``shape``, or in its scales."""
-        if self.names.experts is None:
-            return [tuple(slice(0, size) for size in shape)]
-        experts, rows, cols = shape
-        each = rows // len(self.names.templates)
-        return [
-            (slice(expert, expert + 1), slice(first, first + each), slice(0, cols))
-            for expert in range(experts)
-            for first in range(0, rows, each)
-        ]
+    def blocks(self, shape: Sequence[int]) -> list[Part]:
+        """Return the parts of the scales of the tensor, whose shape is ``shape``."""
+        return [block for part in self.parts if (block := part.in_blocks(shape)) is not None]
+
+
+class Matched(NamedTuple):
+    """What a checkpoint holds of a model.
+
+    Attributes:
+        sources: of the model's tensors, by name.
+        unexpected: the names of stored tensors that belong to none.
+        readers: of transformers' models, which compute values of some sources.
+    """
+
+    sources: dict[str, Source]
+    unexpected: list[str]
+    readers: list[PretrainedReader]
 
 
 def match(
-    folder: Path, known: Mapping[str, Sequence[Names]], entries: Mapping[str, Entry]
-) -> tuple[dict[str, Source], list[str]]:
+    model: nn.Module,
+    tensors: Mapping[str, Tensor],
+    folder: Path,
+    entries: Mapping[str, Entry],
+    readers: list[PretrainedReader] | None = None,
+) -> Matched:
     """Find the sources of the tensors of a model, and the stored names that belong to none.
 
+    A tensor of a model of transformers gets what transformers would load into it. If that is
+    nothing, it is found by its names, as those of other models.
+
     Args:
+        model: any module.
+        tensors: of the model, by their names in ``state_dict``.
         folder: the checkpoint, for messages.
-        known: the names that each tensor of the model may have, by its own.
         entries: what the checkpoint holds.
+        readers: of the transformers' models in it; default: those of its usual rules.
 
     Raises:
         CheckpointError: a stack of which some experts are stored and others are not, or more; an
-            FP8 weight without scales.
+            FP8 weight without scales, or one that transformers would compute otherwise than by
+            joining and splitting.
     """
     scales = scales_of(entries)
     own = set(scales.values())
     left = {name: entry for name, entry in entries.items() if name not in own}
-    found: dict[str, Names] = {}
-    for name, ways in known.items():
-        way = next((way for way in ways if _are_stored(folder, name, way, left)), None)
-        if way is not None:
-            found[name] = way
+    if readers is None:
+        inner = pretrained_models(model)
+        readers = [PretrainedReader(prefix, each, left) for prefix, each in inner]
     sources: dict[str, Source] = {}
-    taken: set[Entry] = set()
-    for name, way in found.items():
-        weights = [entries[weight] for weight in way.all]
-        for weight, entry in zip(way.all, weights, strict=True):
-            if entry.is_fp8 and weight not in scales:
-                raise CheckpointError(
-                    f"{entry} is FP8 and has no scales, {weight}{SCALE_SUFFIX}: rename those of "
-                    f"compressed-tensors, whose names end in '_scale'; where the scales of experts "
-                    f"are those of a whole stack [E, N, K], as transformers 5.23 saves them, store "
-                    f"the stack instead of its matrices (torch.cat of gate and up, torch.stack)"
-                )
-        scaled = [entries[scales[weight]] for weight in way.all if weight in scales]
-        sources[name] = Source(way, weights, scaled)
-        taken |= {*weights}
-    return sources, [name for name, entry in left.items() if entry not in taken]
+    taken: set[str] = set()
+    names = possible_names(model)
+
+    def source(parts: Sequence[Part], whole: bool) -> Source:
+        taken.update(part.name for part in parts)
+        for part in parts:
+            if left[part.name].is_fp8 and part.name not in scales:
+                raise _without_scales(left[part.name])
+        scaled = [entries[scales[part.name]] for part in parts if part.name in scales]
+        return Source(parts, [left[part.name] for part in parts], scaled, whole)
+
+    for name, x in tensors.items():
+        computes = next((reader for reader in readers if name in reader.computed), None)
+        parts = next((reader.parts[name] for reader in readers if name in reader.parts), None)
+        if computes is not None:
+            taken |= computes.computed[name]
+            sources[name] = _computed(folder, name, x, computes, left)
+        elif parts is not None:
+            sources[name] = source(parts, whole=False)
+        elif way := next((y for y in names[name] if _are_stored(folder, name, y, left)), None):
+            for reader in readers:  # what has the right name is not converted yet
+                _check_readable(folder, name, reader.failed)
+            sources[name] = source(way.parts(x.shape), whole=True)
+        else:
+            for reader in readers:
+                _check_readable(folder, name, reader.failed | reader.mismatched)
+    return Matched(sources, [name for name in left if name not in taken], readers)
+
+
+def _computed(
+    folder: Path, name: str, x: Tensor, reader: PretrainedReader, entries: Mapping[str, Entry]
+) -> Source:
+    """Return the source of a tensor that transformers computes."""
+    stored = [entries[each] for each in sorted(reader.computed[name])]
+    for entry in stored:
+        if entry.is_fp8:
+            raise CheckpointError(
+                f"{entry} is in FP8, and transformers would compute {name!r} from it otherwise "
+                f"than by joining and splitting: dequantize it with the library that wrote it, "
+                f"then convert"
+            )
+    made = Entry(folder, stored[0].dtype, tuple(x.shape), name)
+    return Source([entire(name, x.shape)], [made], whole=False)
+
+
+def _check_readable(folder: Path, name: str, problems: Mapping[str, str]) -> None:
+    """Raise CheckpointError if there is a reason why a tensor of the model cannot be made."""
+    if name in problems:
+        raise CheckpointError(
+            f"{folder}: {name!r} cannot be loaded from the tensors that transformers would load "
+            f"into it: {problems[name]}"
+        )
+
+
+def _without_scales(entry: Entry) -> CheckpointError:
+    names = ", ".join(name.rpartition(".")[2] for name in names_of_scales(entry.name))
+    return CheckpointError(
+        f"{entry} is FP8 and has no scales: expected one of {names} in its module; where the "
+        f"scales of experts are those of a whole stack [E, N, K], as transformers 5.23 saves "
+        f"them, store the stack instead of its matrices (torch.cat of gate and up, torch.stack)"
+    )
 
 
 def _are_stored(folder: Path, name: str, way: Names, stored: Container[str]) -> bool:
@@ -112,28 +177,28 @@ def some(names: Sequence[str]) -> str:
 
 def check_fits(name: str, source: Source, current: Tensor) -> None:
     """Raise CheckpointError if what is stored does not fit its place in the model."""
-    names, first = source.names, source.weights[0]
-    shape, of, parts = tuple(current.shape), "", len(names.templates)
-    if names.experts is not None:
-        shape = (shape[1] // parts, shape[2])
-        of = f" for an expert of {name!r} {list(current.shape)}"
-    for entry in source.weights:
-        if entry.shape != shape:
+    first, is_stack = source.weights[0], len(source.parts) > 1 and current.ndim == 3
+    of = f" for an expert of {name!r} {list(current.shape)}" if is_stack else ""
+    for part, entry in zip(source.parts, source.weights, strict=True):
+        expected = sizes_of(part.there)
+        if source.whole and entry.shape != expected:
             raise CheckpointError(
-                f"{entry} has shape {list(entry.shape)}, the model's has {list(shape)}{of}"
+                f"{entry} has shape {list(entry.shape)}, the model's has {list(expected)}{of}"
             )
         if entry.is_fp8 != first.is_fp8:
+            what = "stack" if is_stack else "tensor"
             raise CheckpointError(
-                f"{entry} is {entry.dtype}, {first.name!r} of the same stack is {first.dtype}: "
+                f"{entry} is {entry.dtype}, {first.name!r} of the same {what} is {first.dtype}: "
                 f"expected all in FP8 or none"
             )
         _check_dtype(entry, current)
-    if first.is_fp8 and not aligned(shape[0], parts):
-        raise CheckpointError(
-            f"{first} has {shape[0]} rows, no multiple of {BLOCKS_128X128.rows}: its blocks are "
-            f"not those of the model's {name!r}, in which the rows of {parts} such matrices follow "
-            f"each other; dequantize them with the library that wrote them, then convert"
-        )
+        if entry.is_fp8 and part.in_blocks(current.shape) is None:
+            raise CheckpointError(
+                f"{entry} {list(entry.shape)} is in FP8, and its {BLOCKS_128X128.rows}x"
+                f"{BLOCKS_128X128.cols} blocks are not those of the model's {name!r} "
+                f"{list(current.shape)}, of which it is {spelled(part.here)}: dequantize it with "
+                f"the library that wrote it, then convert"
+            )
 
 
 _PLAIN = ("F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL")
@@ -160,7 +225,7 @@ def _check_dtype(entry: Entry, current: Tensor) -> None:
     elif isinstance(fp8, (BlockwiseFP8Tensor, FrozenShard)):
         problem = (
             f"is stored in {entry.dtype}, the model's is frozen in FP8: load into an unconverted "
-            f"model, then convert it"
+            f"model, then convert it; save_fp8 stores all in FP8 with all_in_fp8=True"
         )
     elif ("F" in entry.dtype) != current.is_floating_point():
         problem = f"is {entry.dtype}, the model's is {current.dtype}"

@@ -20,6 +20,7 @@ from ..tensor.weight import BlockwiseFP8Weight
 from .contents import Entry
 from .match import Source
 from .on_disk import CheckpointError
+from .parts import Part
 
 Read = Callable[[Entry], Tensor]
 """Returns a stored tensor, in the file's memory."""
@@ -57,7 +58,7 @@ def read_values(
     if not x.is_meta:
         return [read(entry) for entry in source.weights]
     value = torch.empty(x.shape, dtype=x.dtype, device=device)
-    _fill(value, source.weights, source.boxes(x.shape), read)
+    _fill(value, source.weights, source.parts, read)
     return BlockwiseFP8Weight(value, x.recipe) if isinstance(x, BlockwiseFP8Weight) else value
 
 
@@ -70,8 +71,13 @@ def _read_frozen(
     format = chosen.weight_format
     shape = format.scale_shape(x.shape)
 
+    shapes = {
+        entry: format.scale_shape(weight.shape)
+        for entry, weight in zip(source.scales, source.weights, strict=True)
+    }
+
     def read_scales(entry: Entry) -> Tensor:
-        scales = read(entry).float()
+        scales = read(entry).float().view(shapes[entry])
         problem = bad_scale(scales, format)
         if problem is not None:
             raise CheckpointError(f"{entry}: {problem}")
@@ -83,9 +89,17 @@ def _read_frozen(
         scale = torch.empty(shape, dtype=torch.float32, device=home)
     else:
         data, scale = map(_empty_as, frozen_parts(x))
-    _fill(data, source.weights, source.boxes(x.shape), read)
-    _fill(scale, source.scales, source.boxes(shape), read_scales)
+    _fill(data, source.weights, source.parts, read)
+    _fill(scale, source.scales, source.blocks(x.shape), read_scales)
     return frozen_like(x, data, scale, chosen)
+
+
+def dequantized(x: Tensor, source: Source, read: Read) -> Tensor:
+    """Return the values, on the CPU, of an FP8 weight that is stored of ``x``, all of it."""
+    plain = torch.empty(x.shape, dtype=x.dtype, device="meta")
+    made: Any = _read_frozen(plain, source, torch.device("cpu"), DEFAULT_RECIPE, read)
+    values: Tensor = made.dequantize()
+    return values
 
 
 def _empty_as(x: Any) -> Tensor:
@@ -102,13 +116,13 @@ def write_values(x: Tensor, source: Source, values: Sequence[Tensor]) -> None:
         part._before_write()
         into = part.master
     stored = dict(zip(source.weights, values, strict=True))
-    _fill(x, source.weights, source.boxes(x.shape), stored.__getitem__, into)
+    _fill(x, source.weights, source.parts, stored.__getitem__, into)
 
 
 def _fill(
     x: Tensor,
     entries: Sequence[Entry],
-    boxes: Sequence[tuple[slice, ...]],
+    parts: Sequence[Part],
     read: Read,
     into: Tensor | None = None,
 ) -> None:
@@ -116,25 +130,24 @@ def _fill(
 
     Args:
         x: a plain tensor or a DTensor.
-        entries, boxes: the stored parts, and where they are in all of ``x``.
+        entries, parts: the stored tensors, and where they are in all of ``x``.
         into: the memory; default: of ``x`` itself.
     """
     memory = own_part(x) if into is None else into
     for region in held(x).regions:
-        for entry, box in zip(entries, boxes, strict=True):
+        for entry, part in zip(entries, parts, strict=True):
             both = [
                 (max(mine.start, theirs.start), min(mine.stop, theirs.stop))
-                for mine, theirs in zip(region.slices, box, strict=True)
+                for mine, theirs in zip(region.slices, part.here, strict=True)
             ]
             if any(begin >= end for begin, end in both):
                 continue
-            stored = read(entry).view([each.stop - each.start for each in box])
             source = tuple(
                 slice(begin - each.start, end - each.start)
-                for (begin, end), each in zip(both, box, strict=True)
+                for (begin, end), each in zip(both, part.here, strict=True)
             )
             target = tuple(
                 slice(begin - p.start + p.local, end - p.start + p.local)
                 for (begin, end), p in zip(both, region.pieces, strict=True)
             )
-            memory[target].copy_(stored[source])
+            memory[target].copy_(part.take(read(entry))[source])

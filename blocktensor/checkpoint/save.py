@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NoReturn
@@ -13,15 +13,11 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 
 from ..conversion.kept import warn_of_lost_changes
-from ..model.weights import stacks_of
-from ..ops.formats import BLOCKS_128X128, BlockFormat
-from ..sharding.dtensor import fp8_part
 from ..sharding.ranks import Ranks
-from ..sharding.whole import format_of
 from ..tensor.base import TORCH_FUNCTIONS, implements
-from .export import Unit, exported, stored_in_turn
+from .described import Described, readable
+from .export import Exported, Unit, exported, stored_in_turn, units_of
 from .in_place import holds_nothing, naming, put_in_place, staging, write_json
-from .names import module_names
 from .on_disk import CONFIG, INDEX, SINGLE, require_safetensors, write_shard
 
 _DEFAULT_SHARD = 5 << 30
@@ -32,6 +28,7 @@ def save_fp8(
     path: str | os.PathLike[str],
     *,
     separate_experts: bool = False,
+    all_in_fp8: bool = False,
     config: Mapping[str, Any] | None = None,
     max_shard_bytes: int = _DEFAULT_SHARD,
     overwrite: bool = False,
@@ -44,11 +41,12 @@ def save_fp8(
 
     A model of transformers gets the names that its ``save_pretrained`` writes: of most mixtures of
     experts a matrix for each expert, ``experts.3.gate_proj.weight``, in the bytes of the stack.
-
-    On GPUs, transformers reads weights of any size as FP8 layers. Where it dequantizes at load (on
-    CPUs), weights must be whole 128x128 blocks: for others it raises, or scales them wrongly
-    without an error (seen in 5.17 and 5.23); :func:`load_fp8` and ``.dequantize()`` do not. Of
-    stacks of experts that are stored whole it then leaves out the scales, without an error.
+    Weights that transformers would read without their scales, or with other ones, are stored in
+    high precision, with the values that the next forward would read: transformers' functions say
+    which (T5's ``wo``; experts that are stored whole; 200 rows, which it scales wrongly where it
+    dequantizes, on CPUs and older GPUs). A warning names them, and ``config.json`` lists their
+    modules. For other sizes that are no whole blocks it raises where it dequantizes:
+    :func:`load_fp8` and ``.dequantize()`` do not.
 
     After ``unfreeze``, changes of less than half an FP8 step round back; a warning says how much is
     kept. ``freeze(model, rounding="stochastic")`` keeps them on average.
@@ -70,6 +68,8 @@ def save_fp8(
         separate_experts: write a matrix for each expert in any model, torchtitan's too. Default:
             the names of transformers' ``save_pretrained``, and the model's own for other models and
             for experts whose gate and up share blocks (their rows are no multiple of 128).
+        all_in_fp8: store all FP8 weights of a transformers model in FP8, for :func:`load_fp8` and
+            inference engines; transformers then may misread some of them.
         config: further entries of ``config.json``; default: ``model.config.to_dict()`` if present.
         max_shard_bytes: size limit of a file; a larger tensor or expert gets a file of its own.
         overwrite: replace an existing checkpoint, of :func:`save_fp8` or another library.
@@ -79,11 +79,16 @@ def save_fp8(
 
     Raises:
         ImportError: safetensors is not installed.
-        ValueError: a shard size below 1; no FP8 weight; a tensor on meta; an FP8 weight that holds
-            NaN or Inf, which :func:`load_fp8` refuses; ``separate_experts`` for a stack
-            ``[E, K, N]``, one of another name, or one whose matrices share blocks.
+        ValueError: a shard size below 1; no FP8 weight, or none that transformers would read in
+            FP8 (GPT-2's Conv1D); a tensor on meta; an FP8 weight that holds NaN or Inf, which
+            :func:`load_fp8` refuses; ``separate_experts`` for a stack ``[E, K, N]``, one of another
+            name, or one whose matrices share blocks.
+        RuntimeError: transformers cannot say what it would read.
         FileExistsError: ``path`` exists, and ``overwrite`` is not set or it is no checkpoint.
         OSError: it cannot be written: the disk is full, say. Nothing has changed then.
+
+    Warns:
+        UserWarning: some FP8 weights are stored in high precision.
     """
     require_safetensors()
     if max_shard_bytes < 1:
@@ -91,10 +96,12 @@ def save_fp8(
     found = exported(model, "save_fp8", separate_experts)
     warn_of_lost_changes(model, "save_fp8")
     ranks, folder = Ranks.of(found.tensors.values()), Path(os.path.realpath(path))
-    formats = [format_of(x) for x in map(fp8_part, found.tensors.values()) if x is not None]
-    plain = module_names(found.names, _plain_weights(model))
-    described = {"quantization_config": _quantization_config(plain, formats)}
-    content = {**(_config_of(model) if config is None else config), **described}
+    described = Described(found, ())
+    if not all_in_fp8:
+        described = readable(described)
+        found = described.found
+    content = _config_of(model) if config is None else config
+    content = {**content, "quantization_config": described.config}
 
     with contextlib.ExitStack() as stack:
 
@@ -104,8 +111,8 @@ def save_fp8(
             return made, "" if holds_nothing(folder) else made.name
 
         made, tag = ranks.first(begin)
-        shards = _shards(found.units, made, tag, max_shard_bytes)
-        index, *_ = ranks.each(lambda: _write(shards, folder, ranks))
+        shards = _shards(units_of(found), made, tag, max_shard_bytes)
+        index, *_ = ranks.each(lambda: _write(found, shards, folder, ranks))
 
         def finish() -> None:
             with naming(folder):
@@ -129,36 +136,9 @@ def _check_target(folder: Path, overwrite: bool) -> None:
         )
 
 
-def _plain_weights(model: nn.Module) -> Iterator[str]:
-    """List the names of weights of linear layers and experts that are not FP8."""
-    for prefix, module in model.named_modules():
-        keys = ("weight",) if isinstance(module, nn.Linear) else stacks_of(module)
-        for key in keys:
-            if fp8_part(getattr(module, key)) is None:
-                yield f"{prefix}.{key}".lstrip(".")
-
-
 def _config_of(model: nn.Module) -> dict[str, Any]:
     to_dict = getattr(getattr(model, "config", None), "to_dict", None)
     return dict(to_dict()) if callable(to_dict) else {}
-
-
-def _quantization_config(
-    unconverted: Iterable[str], formats: Iterable[BlockFormat]
-) -> dict[str, Any]:
-    """Describe FP8 weights for ``config.json``, by which other libraries load them.
-
-    ``unconverted``: names of linear layers that are not in FP8. ``formats``: of all FP8 weights.
-    """
-    # As in DeepSeek-V3.1: transformers then keeps the fp32 scales as e8m0, without loss.
-    powers = all(format.power_of_two for format in formats)
-    return {
-        "quant_method": "fp8",
-        "fmt": "e4m3",
-        "activation_scheme": "dynamic",
-        "weight_block_size": list(BLOCKS_128X128.block_shape),
-        "modules_to_not_convert": sorted(unconverted),
-    } | ({"scale_fmt": "ue8m0"} if powers else {})
 
 
 def _shards(units: Iterable[Unit], folder: Path, tag: str, limit: int) -> dict[Path, list[Unit]]:
@@ -181,13 +161,16 @@ def _shards(units: Iterable[Unit], folder: Path, tag: str, limit: int) -> dict[P
     }
 
 
-def _write(shards: Mapping[Path, list[Unit]], folder: Path, ranks: Ranks) -> dict[str, Any]:
+def _write(
+    found: Exported, shards: Mapping[Path, list[Unit]], folder: Path, ranks: Ranks
+) -> dict[str, Any]:
     """Write this rank's share of the shards; return the index of all.
 
     Ranks take turns, and write in a thread, so that all of them write to the disk at once. A rank
     holds one shard at a time. One that fails still takes part in what the others gather.
     """
-    stored_units = stored_in_turn([unit for members in shards.values() for unit in members])
+    units = [unit for members in shards.values() for unit in members]
+    stored_units = stored_in_turn(found, units)
     places: dict[str, str] = {}
     size, writing, failure = 0, Future[None](), None
     writing.set_result(None)
@@ -199,7 +182,7 @@ def _write(shards: Mapping[Path, list[Unit]], folder: Path, ranks: Ranks) -> dic
     with ThreadPoolExecutor(1) as pool:
         for turn, (file, members) in enumerate(shards.items()):
             held: dict[str, Tensor] = {}
-            for _, stored in itertools.islice(stored_units, len(members)):
+            for stored in itertools.islice(stored_units, len(members)):
                 places |= dict.fromkeys(stored, file.name)
                 size += sum(x.nbytes for x in stored.values())
                 if turn % ranks.size != ranks.index or failure is not None:

@@ -143,13 +143,17 @@ def _are_whole_experts(
     return weight.ndim == 3 and sorted(dims) == sorted([own, *[0] * (len(dims) - 1)])
 
 
-def swappable(parameter: Tensor, what: str) -> None:
+def swappable(parameter: Tensor, what: str, action: str = "convert") -> None:
     """Raise RuntimeError unless the content of ``parameter`` can be exchanged in place.
 
     These are the conditions of ``torch.utils.swap_tensors``, asked before anything changes. Weak
     references to a tensor that is in FP8 already do no harm: its ``.data`` is set.
+
+    Args:
+        parameter: of a module.
+        what, action: name the parameter, and what is to be done to it, in the error message.
     """
-    cannot = f"cannot convert {what} {list(parameter.shape)} in place"
+    cannot = f"cannot {action} {what} {list(parameter.shape)} in place"
     if not isinstance(parameter, FP8Base) and weakref.getweakrefs(parameter):
         raise RuntimeError(
             f"{cannot}: there are weak references to it (weakref.ref), which would point to other "
@@ -157,8 +161,9 @@ def swappable(parameter: Tensor, what: str) -> None:
         )
     if _is_in_use(parameter):
         raise RuntimeError(
-            f"{cannot}: an autograd graph or a wrapper such as DDP uses it; convert the model "
-            f"before wrapping it in DDP or FSDP, and not between a forward and its backward"
+            f"{cannot}: an autograd graph or a wrapper such as DDP uses it; {action} the model "
+            f"before wrapping it in DDP or FSDP, and not between a forward and its backward: run "
+            f"the backward, or drop what the forward returned (del loss)"
         )
 
 

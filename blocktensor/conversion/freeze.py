@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import warnings
 from collections.abc import Callable
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -29,7 +30,8 @@ def freeze(model: nn.Module, *, rounding: Rounding = "nearest", seed: int = 0) -
 
     By default forward and dgrad keep their bits, since they read the same cast. After
     :func:`unfreeze` masters lie on the grid of FP8, and changes of less than half a step, those of
-    a merged adapter for example, round back. A warning says how much is kept.
+    a merged adapter for example, round back. A warning says how much is kept. Other parameters do
+    not change: ``model.requires_grad_(False)`` freezes them.
 
     Args:
         model: any module, with converted weights.
@@ -47,6 +49,9 @@ def freeze(model: nn.Module, *, rounding: Rounding = "nearest", seed: int = 0) -
         NotImplementedError: FSDP2 has sharded a weight; freeze the model before ``fully_shard``.
         RuntimeError: an autograd graph or a wrapper such as DDP uses a weight.
         ValueError, TypeError: another ``rounding``, or a seed that is no integer.
+
+    Warns:
+        UserWarning: the model has no FP8 weight, or FP8 loses most of a change.
     """
     is_module(model, "freeze")
     if rounding not in get_args(Rounding):
@@ -66,7 +71,7 @@ def freeze(model: nn.Module, *, rounding: Rounding = "nearest", seed: int = 0) -
             kept.add(origin, master, made)
         return made
 
-    names = _swap_all(model, False, frozen)
+    names = _swap_all(model, "freeze", frozen)
     kept.warn("freeze", stacklevel=3)
     return names
 
@@ -90,12 +95,23 @@ def unfreeze(model: nn.Module) -> list[str]:
     The first cast of a new master may differ from the frozen bytes by a rounding: a block's amax,
     rounded to the weight's dtype, gives a new scale.
 
+    To train all weights of an FP8 checkpoint in shards, unfreeze the model before it is sharded::
+
+        blocktensor.load_fp8(model, folder)
+        blocktensor.unfreeze(model)
+        for layer in model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+
     Returns:
         The names of the linears, and of the stacks of experts, that are now trainable.
 
     Raises:
         NotImplementedError: FSDP2 has sharded a weight; unfreeze before ``fully_shard``.
         RuntimeError: an autograd graph or a wrapper such as DDP uses a weight.
+
+    Warns:
+        UserWarning: the model has no FP8 weight.
     """
     is_module(model, "unfreeze")
 
@@ -106,7 +122,7 @@ def unfreeze(model: nn.Module) -> list[str]:
         remember(weight.parameter, held, made.master)
         return made
 
-    return _swap_all(model, True, trainable)
+    return _swap_all(model, "unfreeze", trainable)
 
 
 Swapped = Callable[[Matrix, Any], Tensor | None]
@@ -116,12 +132,19 @@ It gets the matrix, and the FP8 weight, which is the local part of a DTensor.
 """
 
 
-def _swap_all(model: nn.Module, trains: bool, swapped: Swapped) -> list[str]:
+def _swap_all(model: nn.Module, action: str, swapped: Swapped) -> list[str]:
+    trains = action == "unfreeze"
     weights = [
         Matrix(name, key, module)
         for name, module in model.named_modules()
         for key in fp8_weights(module)
     ]
+    if not weights:
+        warnings.warn(
+            f"{action} changes nothing: this {kind_of(model)} has no FP8 weight; convert it first "
+            f"(blocktensor.convert)",
+            stacklevel=3,
+        )
     others = {
         id(parameter): kind_of(module)
         for module in model.modules()
@@ -129,7 +152,7 @@ def _swap_all(model: nn.Module, trains: bool, swapped: Swapped) -> list[str]:
         if key not in fp8_weights(module) or why_unconvertible(module, key) is not None
     }
     for weight in weights:
-        _check(weight, trains, others.get(id(weight.parameter)))
+        _check(weight, action, others.get(id(weight.parameter)))
     names = []
     done: set[int] = set()  # tied weights are swapped once and listed under each name
     for weight in weights:
@@ -150,7 +173,7 @@ def _swap_all(model: nn.Module, trains: bool, swapped: Swapped) -> list[str]:
     return names
 
 
-def _check(weight: Matrix, trains: bool, other: str | None) -> None:
+def _check(weight: Matrix, action: str, other: str | None) -> None:
     """Raise if an FP8 weight cannot be exchanged, or if a module of kind ``other`` reads it."""
     what = f"the weight of {weight.label!r}" if weight.label else "the weight"
     fp8 = fp8_part(weight.parameter)
@@ -161,11 +184,12 @@ def _check(weight: Matrix, trains: bool, other: str | None) -> None:
     if isinstance(fp8, GatheredInFP8) or (looks_gathered and has_ranks):
         raise NotImplementedError(
             f"{what} is sharded by FSDP2 or tensor parallel, and stays trainable or frozen as it "
-            f"was: freeze or unfreeze the model before fully_shard and parallelize_module"
+            f"was: {action} the model before fully_shard and parallelize_module; an FP8 checkpoint "
+            f"is loaded before, too (load_fp8, {action}, fully_shard)"
         )
     del fp8  # references to it are counted
-    swappable(weight.parameter, what)
-    if is_trained and not trains and other is not None:
+    swappable(weight.parameter, what, action)
+    if is_trained and action == "freeze" and other is not None:
         raise ValueError(
             f"the weight of {weight.label!r} cannot be frozen, because another module reads its "
             f"values too ({other}): give the linear a copy of its own, or leave it trainable"

@@ -10,17 +10,21 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 pytest.importorskip("safetensors")
 
-from blocktensor import CheckpointError, Recipe, iter_fp8, load_fp8, save_fp8
+from blocktensor import CheckpointError, Recipe, convert, freeze, iter_fp8, load_fp8, save_fp8
 from blocktensor.checkpoint import load as loading
 from blocktensor.checkpoint import save as saving
+from blocktensor.sharding.cuts import held
 from tests.support.arranged import ARRANGEMENTS, arrange, net, same_bits
 from tests.support.checkpoint_experts import layer, read
 from tests.support.checkpoint_models import SHARD, content, filled, untagged
-from tests.support.models import complaint
+from tests.support.models import complaint, randn
 from tests.support.ranks import on_ranks, shared_mesh
 
 KINDS: dict[str, Callable[[], nn.Module]] = {
@@ -161,3 +165,31 @@ def test_a_model_that_begins_on_the_meta_device(world: int, device: str, tmp_pat
     model.to_empty(device=device)
     load_fp8(model, tmp_path / "fp8", recipe=Recipe())
     same_bits(dict(iter_fp8(model)), dict(iter_fp8(single)))
+
+
+@on_ranks(2, gpus=(2,))
+def test_a_rank_with_a_part_of_each_half(mesh: DeviceMesh, device: str, tmp_path: Path) -> None:
+    """Gate and up of a stack are each cut between ranks, so that a rank holds several pieces."""
+    halves: Any = _StridedShard(1, split_factor=2)
+    options: Any = {"skip_small": False, "stacks": {"moe": ["gate_up_proj"]}}
+
+    def experts(seed: int, sharded: bool) -> nn.Module:
+        stack = randn(2, 512, 128, seed=seed).to(device)
+        model = nn.Module()
+        model.moe = nn.Module()
+        if sharded:
+            stack = distribute_tensor(stack, mesh, [halves], src_data_rank=None)
+        model.moe.gate_up_proj = nn.Parameter(stack)
+        convert(model, **options)
+        freeze(model)
+        return model
+
+    source, model = experts(0, sharded=False), experts(1, sharded=True)
+    assert len(held(model.moe.gate_up_proj).regions) == 2
+    for separate in (False, True):
+        folder = tmp_path / f"{separate}"
+        if dist.get_rank() == 0:
+            save_fp8(source, folder, separate_experts=separate)
+        dist.barrier()
+        load_fp8(model, folder)
+        same_bits(dict(iter_fp8(model)), dict(iter_fp8(source)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 pytest.importorskip("safetensors")
 
 from expecttest import assert_expected_inline
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from blocktensor import (
     BlockwiseFP8Tensor,
@@ -33,7 +32,6 @@ from blocktensor.recipe import DEFAULT_RECIPE
 from blocktensor.reports import LoadReport
 from tests.support.checkpoint_experts import Tensors, read, rewrite
 from tests.support.checkpoint_models import (
-    INDEX,
     OLD,
     TARGETS,
     VOCABULARY,
@@ -47,7 +45,6 @@ from tests.support.checkpoint_models import (
     filled,
     folder,
     on_meta,
-    seed_in,
     state,
     unchanged,
 )
@@ -112,20 +109,29 @@ def test_a_shared_module_may_have_any_of_its_names(tmp_path: Path) -> None:
     assert_same(state(model.up), state(source.again))
 
 
-def test_scales_of_compressed_tensors_load_after_they_are_renamed(folder: Path) -> None:
-    """The remedy of the error: rename them in the files, and in the index."""
+NAMES_OF_SCALES = {
+    "compressed-tensors": ("weight_scale", torch.bfloat16, lambda scale: scale),
+    "ModelOpt": ("weight_scale", torch.float32, lambda scale: scale[:, None, :, None]),
+    "DeepSeek-V4": ("scale", torch.float8_e8m0fnu, lambda scale: scale),
+    "Mistral Large 4": ("qscale_weight", torch.float32, lambda scale: scale),
+}
 
-    def spelled(old: str, new: str) -> None:
-        index = json.loads((folder / INDEX).read_text())
-        for file in folder.glob("*.safetensors"):
-            save_file({re.sub(f"{old}$", new, k): x for k, x in load_file(file).items()}, file)
-        places = {re.sub(f"{old}$", new, k): file for k, file in index["weight_map"].items()}
-        (folder / INDEX).write_text(json.dumps({"weight_map": places}))
 
-    spelled("_scale_inv", "_scale")
-    assert_refused(folder, TARGETS["plain"](), "rename those of compressed-tensors, whose names")
-    spelled("_scale", "_scale_inv")
-    assert seed_in(folder) == OLD
+@pytest.mark.parametrize("writer", NAMES_OF_SCALES)
+def test_names_of_scales(writer: str, tmp_path: Path) -> None:
+    """Whoever wrote them, they are the scales of 128x128 blocks."""
+    name, dtype, shaped = NAMES_OF_SCALES[writer]
+    source = filled(recipe=Recipe(scale="power_of_two"), frozen=True)
+
+    def rename(stored: Tensors) -> None:
+        for old in [x for x in stored if x.endswith("weight_scale_inv")]:
+            new = old.replace("weight_scale_inv", name)
+            stored[new] = shaped(stored.pop(old)).to(dtype)
+
+    rewrite(save_fp8(source, tmp_path / "fp8"), rename)
+    model = TARGETS["plain"]()
+    assert load_fp8(model, tmp_path / "fp8").fp8 == ("up.weight", "down.weight")
+    assert_same(state(model), state(source))
 
 
 def test_what_is_frozen_stays_frozen_and_keeps_its_dtype(folder: Path) -> None:
@@ -278,7 +284,11 @@ def with_(**tensors: Tensor) -> Callable[[Tensors], object]:
 
 MISFITS: list[tuple[Callable[[Tensors], object], str]] = [
     (lambda t: t.pop("up.weight_scale_inv"),
-     r"'up.weight' is FP8 and has no scales, up.weight_scale_inv: rename those"),
+     r"'up.weight' is FP8 and has no scales: expected one of weight_scale_inv, weight_scale, s"),
+    (with_(up__weight_scale_inv=torch.ones(())),
+     r"'up.weight_scale_inv' is F32 \[\], one for the whole tensor: expected .*; dequantize"),
+    (with_(up__weight_scale_inv=torch.ones(200, 1)),
+     r"'up.weight_scale_inv' is F32 \[200, 1\], one for each row: expected .*; dequantize"),
     (with_(up__weight_scale_inv=torch.ones(2, 2)),
      r"'up.weight_scale_inv' is F32 \[2, 2\]: expected .*, \[2, 3\]: a scale for each 128x128"),
     (with_(up__weight_scale_inv=torch.ones(2, 3, dtype=torch.uint8)),

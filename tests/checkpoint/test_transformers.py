@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +121,8 @@ def test_its_fp8_layers_hold_our_bytes(
 ) -> None:
     """Of any size. For scale_fmt "ue8m0" it makes e8m0 parameters: fp32's powers of two fit."""
     source = converted(model_of(kind, n), recipe, frozen=True)
-    folder = (save_whole if names == "whole" else save_fp8)(source, tmp_path / "fp8")
+    save = save_whole if names == "whole" else partial(save_fp8, all_in_fp8=True)
+    folder = save(source, tmp_path / "fp8")
     whole = "model.layers.1.mlp.experts.down_proj_scale_inv" in read(folder)
     # where gate and up share blocks, too
     assert whole == (kind in MOES and (names == "whole" or n == 192))
@@ -159,7 +161,7 @@ def test_what_it_cannot_dequantize(tmp_path: Path) -> None:
     folder = save_fp8(converted(source), tmp_path / "320")
     with pytest.raises(RuntimeError, match="conversion"):
         type(source).from_pretrained(folder)
-    folder = save_fp8(converted(model_of("llama", 200)), tmp_path / "200")
+    folder = save_fp8(converted(model_of("llama", 200)), tmp_path / "200", all_in_fp8=True)
     name, stored = "model.layers.0.mlp.up_proj.weight", read(folder)
     values = type(source).from_pretrained(folder).get_parameter(name)
     data, scale = stored[name], stored[f"{name}_scale_inv"]

@@ -146,7 +146,8 @@ def test_a_weight_that_is_in_use() -> None:
     y = last(randn(3, 3 * DIM, dtype=torch.float32, grad=True))
     assert refused(model, RuntimeError) == (
         f"{start} in place: an autograd graph or a wrapper such as DDP uses it; convert the model "
-        "before wrapping it in DDP or FSDP, and not between a forward and its backward"
+        "before wrapping it in DDP or FSDP, and not between a forward and its backward: run the "
+        "backward, or drop what the forward returned (del loss)"
     )
     y.sum().backward()
     del y
@@ -172,8 +173,10 @@ def test_freezing_a_weight_that_is_in_use(change: Callable[[nn.Module], Any]) ->
     view = last.weight.view_as(last.weight)
     y.register_hook(lambda grad, held=view: None)
     del view
-    refused(model, RuntimeError, change)
-    del y
+    text = refused(model, RuntimeError, change)
+    assert text.startswith(f"cannot {change.__name__} the weight of 'blocks.1.down' [64, 192] in")
+    assert f"{change.__name__} the model before wrapping it" in text
+    del y  # the remedy
     assert len(change(model)) == 4
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from blocktensor import Recipe, save_fp8
 from blocktensor import convert as convert_model
-from blocktensor.checkpoint import names
+from blocktensor.checkpoint import stored
 from tests.support.models import randn
 
 E, K = 3, 200
@@ -84,10 +84,13 @@ def rewrite(folder: Path, change: Callable[[Tensors], object]) -> None:
 
 
 def save_whole(model: nn.Module, folder: Path, **options: Any) -> Path:
-    """Save stacks of experts whole, under the model's own names, for models of transformers too."""
+    """Save stacks of experts whole, under the model's own names, for models of transformers too.
+
+    Where it dequantizes, transformers would leave out their scales.
+    """
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(names, "pretrained_names", lambda *_: {})
-        return save_fp8(model, folder, **options)
+        patched.setattr(stored, "pretrained_models", lambda _: ())
+        return save_fp8(model, folder, all_in_fp8=True, **options)
 
 
 def join_matrices(made: Tensors) -> None:

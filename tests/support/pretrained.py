@@ -61,8 +61,11 @@ def gpt2(seed: int = 0) -> Any:
 
 SIZES = ("hidden_size", "intermediate_size", "moe_intermediate_size")
 LATENT = {
-    **{"q_lora_rank": 128, "kv_lora_rank": 128, "v_head_dim": 64},
-    **{"qk_rope_head_dim": 128, "qk_nope_head_dim": 64},
+    "q_lora_rank": 128,
+    "kv_lora_rank": 128,
+    "v_head_dim": 64,
+    "qk_rope_head_dim": 128,
+    "qk_nope_head_dim": 64,
 }
 """Ranks and sizes of DeepSeek's attention with which its weights are whole blocks."""
 
@@ -74,6 +77,10 @@ MODELS: dict[str, Any] = {
     "qwen3": lambda: transformers_moe("qwen3"),
     "deepseek": lambda: transformers_moe("deepseek", **dict.fromkeys(SIZES, 256), **LATENT),
 }
+
+
+UNREADABLE = ("gpt2",)
+"""Models of which transformers reads no weight in FP8: GPT-2's Conv1D."""
 
 
 def values(model: nn.Module) -> dict[str, Tensor]:
@@ -120,18 +127,25 @@ def logits(model: Any) -> torch.Tensor:
 
 
 TEXT = {
-    **{"hidden_size": 128, "intermediate_size": 256, "head_dim": 64, "vocab_size": 64},
-    **{"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2},
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "head_dim": 64,
+    "vocab_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
     **{f"linear_{kind}": 2 for kind in ("num_key_heads", "num_value_heads")},
     **{f"linear_{kind}": 64 for kind in ("key_head_dim", "value_head_dim")},
     "layer_types": ["linear_attention", "full_attention"],
     "tie_word_embeddings": False,
 }
 EXPERTS = {
-    **{"num_experts": 4, "num_experts_per_tok": 2},
-    **{"moe_intermediate_size": 128, "shared_expert_intermediate_size": 128},
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+    "shared_expert_intermediate_size": 128,
 }
-VISION = {"depth": 1, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2}
+VISION = {"depth": 1, "hidden_size": 128, "intermediate_size": 128, "num_heads": 2}
 
 
 def qwen(kind: str) -> Any:

@@ -5,9 +5,9 @@
   ours to read, and those of one marked "blocktensor" are ordinary: what the caller gives decides.
 - ``from_pretrained`` passes all that it is about to load, and the rules by which it renames and
   converts tensors, to one function. No hook of quantizers gets both.
-- It reads every tensor by its name and knows of no scales. It is told to drop the values of FP8
-  weights, so that these stay on meta and take no memory, and :func:`blocktensor.load_fp8` reads the
-  bytes in the end. What is in FP8 the files say, and which parameter gets it transformers.
+- It reads every tensor by its name and knows of no scales. It does not get the FP8 weights, so that
+  these stay on meta and take no memory, and they are read as by :func:`blocktensor.load_fp8` in the
+  end. What is in FP8 the files say, and which parameter gets it transformers.
 - ``save_pretrained(state_dict=...)`` of a quantized model drops its argument for what the quantizer
   returns, and asks it for that without the argument. Trainer gathers the state of a model under
   FSDP into this argument.
@@ -15,28 +15,31 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
-from transformers import core_model_loading, modeling_utils
+from transformers import modeling_utils
 from transformers.quantizers.auto import AutoHfQuantizer
 
-from ...checkpoint.contents import Entry, entries_of
-from ...checkpoint.load import load_entries
-from ...checkpoint.match import match
-from ...checkpoint.names import possible_names
-from ...checkpoint.on_disk import SCALE_SUFFIX, CheckpointError
+from ...checkpoint.contents import Entry, entries_of, names_of_scales
+from ...checkpoint.load import load_matched
+from ...checkpoint.match import Matched, match
+from ...checkpoint.on_disk import CheckpointError
+from ...checkpoint.pretrained import Rules
+from ...checkpoint.pretrained_reader import PretrainedReader
 from ...recipe import Recipe
 from ...tensor.compat.callers import Caller
 from .config import BlockwiseFP8Config
 
-_FP8_METHOD = "fp8"
-"""The method of checkpoints that ``load_fp8`` reads, by its name in ``config.json``."""
+_METHODS = ("fp8", "compressed-tensors")
+"""The methods of checkpoints that may hold E4M3 weights, by their names in ``config.json``."""
+
+_E4M3_FORMAT = "float-quantized"
+"""The format of compressed-tensors that stores one E4M3 element a byte."""
 
 _LOADING = "convert_and_load_state_dict_in_model"
 
@@ -48,13 +51,16 @@ def prefer_given_config() -> None:
     def merged(quantization_config: Any, quantization_config_from_args: Any) -> Any:
         if not isinstance(quantization_config_from_args, BlockwiseFP8Config):
             return theirs(quantization_config, quantization_config_from_args)
-        stored = dict(quantization_config).get("quant_method")
-        stored = getattr(stored, "value", stored)
-        if stored != _FP8_METHOD:
+        entries = dict(quantization_config)
+        stored = entries.get("quant_method")
+        stored, format = getattr(stored, "value", stored), entries.get("format", _E4M3_FORMAT)
+        if stored not in _METHODS or format != _E4M3_FORMAT:
+            kind = repr(stored) if format == _E4M3_FORMAT else f"{stored!r}, {format!r}"
             raise ValueError(
-                f"the checkpoint is quantized by {stored!r}, which blocktensor does not read: "
-                f"expected {_FP8_METHOD!r} or a checkpoint in high precision; "
-                f"dequantize it with the library that wrote it, then convert"
+                f"the checkpoint is quantized by {kind}, which blocktensor does not read: expected "
+                f"{_METHODS[0]!r}, {_METHODS[1]!r} with the format {_E4M3_FORMAT!r}, or a "
+                f"checkpoint in high precision; dequantize it with the library that wrote it, then "
+                f"convert"
             )
         return quantization_config_from_args
 
@@ -67,10 +73,16 @@ def announce_loading() -> None:
 
     def announced(model: Any, state_dict: Any, load_config: Any, *args: Any, **kwargs: Any) -> Any:
         quantizer = load_config.hf_quantizer
-        if isinstance(getattr(quantizer, "quantization_config", None), BlockwiseFP8Config):
-            rules = load_config.weight_mapping or ()
-            quantizer.before_loading(model, state_dict, rules, load_config.device_map)
-        return theirs(model, state_dict, load_config, *args, **kwargs)
+        if not isinstance(getattr(quantizer, "quantization_config", None), BlockwiseFP8Config):
+            return theirs(model, state_dict, load_config, *args, **kwargs)
+        rules = load_config.weight_mapping or ()
+        ours = quantizer.before_loading(model, state_dict, rules, load_config.device_map)
+        if ours is None:
+            return theirs(model, state_dict, load_config, *args, **kwargs)
+        state = {name: x for name, x in state_dict.items() if name not in ours.stored}
+        info, *others = theirs(model, state, load_config, *args, **kwargs)
+        info.missing_keys -= ours.weights  # they stay on meta, and take no memory
+        return info, *others
 
     setattr(modeling_utils, _LOADING, announced)
 
@@ -81,89 +93,39 @@ def state_given_to_save(asks: Caller) -> dict[str, Any] | None:
     return given if isinstance(given, dict) else None
 
 
-class Place(NamedTuple):
-    """Where transformers loads a stored tensor.
-
-    Attributes:
-        target: the name of the parameter or buffer that gets it; None if the model has none.
-        renamed: the names that the tensor may have by the model's names of modules.
-        how: "alone", as it is; "stacked", as a part of a stack of experts; "computed", otherwise.
-    """
-
-    target: str | None
-    renamed: tuple[str, ...]
-    how: str
-
-
-_STACKING = (core_model_loading.MergeModulelist, core_model_loading.Concatenate)
-
-
-def places_of(model: nn.Module, names: Iterable[str], rules: Sequence[Any]) -> dict[str, Place]:
-    """Return where transformers loads stored tensors, by their names.
-
-    Args:
-        model: on meta.
-        names: of the stored tensors.
-        rules: of transformers, by which it renames and converts them.
-    """
-    state, prefix = model.state_dict(keep_vars=True), str(model.base_model_prefix)
-    full, only_renamed = copy.deepcopy(rules), copy.deepcopy(rules)  # some rules have a state
-    converters = core_model_loading.WeightConverter
-
-    def rename(name: str, rules: Sequence[Any], converts: bool = True) -> tuple[str, str | None]:
-        renamings = [x for x in rules if isinstance(x, core_model_loading.WeightRenaming)]
-        converting = [x for x in rules if converts and isinstance(x, converters)]
-        found: tuple[str, str | None] = core_model_loading.rename_source_key(
-            name, renamings, converting, prefix, state
-        )
-        return found
-
-    stacking = {
-        pattern: all(isinstance(operation, _STACKING) for operation in x.operations)
-        for x in rules
-        if isinstance(x, converters)
-        for pattern in x.source_patterns
-    }
-    places = {}
-    for name in sorted(names, key=core_model_loading.dot_natural_key):  # as transformers
-        target, pattern = rename(name, full)
-        renamed, _ = rename(name, only_renamed, converts=False)
-        if target not in state and name in state:
-            target, pattern = rename(name, [])
-        how = "alone" if pattern is None else "stacked" if stacking[pattern] else "computed"
-        with_prefix = renamed, f"{prefix}.{renamed}", renamed.removeprefix(f"{prefix}.")
-        places[name] = Place(target if target in state else None, with_prefix, how)
-    return places
-
-
 @dataclass
 class FP8Checkpoint:
-    """The FP8 weights of a checkpoint.
+    """The weights of a checkpoint that blocktensor reads: those in FP8.
 
     Attributes:
         folder: where it is.
-        entries: the stored tensors, by names to match with the model.
-        weights: the names of FP8 weights in the model.
+        matched: the sources of these weights.
+        stored: the names of the stored tensors that transformers is not to load.
     """
 
     folder: Path
-    entries: Mapping[str, Entry]
-    weights: frozenset[str]
+    matched: Matched
+    stored: frozenset[str]
+
+    @property
+    def weights(self) -> Set[str]:
+        """The names of the weights in the model."""
+        return self.matched.sources.keys()
 
     def load(self, model: nn.Module, recipe: Recipe, device: torch.device) -> None:
-        """Read all, the FP8 weights frozen, on ``device``.
+        """Read the weights, frozen, on ``device``.
 
         Raises:
             CheckpointError: as :func:`blocktensor.load_fp8`; a weight that is not read.
         """
-        load_entries(model, self.folder, self.entries, strict=False, device=device, recipe=recipe)
+        load_matched(model, self.folder, self.matched, device, recipe)
         left = [name for name, x in model.named_parameters() if x.is_meta]
         if left:
             raise CheckpointError(f"{self.folder}: {len(left)} weights were not read, {left[:5]}")
 
 
 def fp8_checkpoint(
-    model: nn.Module, files: Sequence[str] | None, state: Mapping[str, Any], rules: Sequence[Any]
+    model: nn.Module, files: Sequence[str] | None, state: Mapping[str, Any], rules: Rules
 ) -> FP8Checkpoint | None:
     """Return what is in FP8 of all that transformers is about to load; None if nothing is.
 
@@ -180,12 +142,14 @@ def fp8_checkpoint(
     dtypes = {name: dtype for name, x in state.items() if _is_small(dtype := _dtype(x))}
     if not dtypes:
         return None
-    current = model.state_dict(keep_vars=True)
-    places = places_of(model, [*state, *_without_suffix(state)], rules)
+    tensors = model.state_dict(keep_vars=True)
+    scales = {x for name in dtypes for x in names_of_scales(name)}
+    reader = _reader(model, {name: x for name, x in state.items() if name not in scales}, rules)
     targets = {
         name: target
-        for name in dtypes
-        if (target := places[name].target) is not None and current[target].is_floating_point()
+        for target, names in reader.names.items()
+        if tensors[target].is_floating_point()
+        for name in names & dtypes.keys()
     }
     if not targets:
         return None
@@ -196,47 +160,69 @@ def fp8_checkpoint(
             f"scales are read from safetensors files only: save the checkpoint in them"
         )
     folder = Path(files[0]).parent
-    stored = entries_of(folder)
-    if {entry.file for entry in stored.values()} != set(map(Path, files)):
+    entries = entries_of(folder)
+    if {entry.file for entry in entries.values()} != set(map(Path, files)):
         raise CheckpointError(
             f"{files[0]}: tensor {name!r} is {dtypes[name]}: FP8 is read from all files of a "
             f"folder, under the usual names: keep this variant in a folder of its own"
         )
-    known = possible_names(model)
-    spelled = {name for ways in known.values() for way in ways for name in way.all}
-    keys = {name: _key(name, places, spelled) for name in stored}
-    entries: dict[str, Entry] = {}
-    for name, place in places.items():
-        if name not in stored or place.how == "computed":
-            continue
-        entry = entries.setdefault(keys[name], stored[name])
-        if entry.name != name and (entry.is_fp8 or stored[name].is_fp8):
-            raise CheckpointError(
-                f"{folder}: tensors {entry.name!r} and {name!r} would both be loaded into "
-                f"{keys[name]!r}, in FP8: remove one of them"
-            )
-    sources, unmatched = match(folder, known, entries)
+    matched = match(model, tensors, folder, entries, [reader])
     kind = type(model).__name__
     for name, target in targets.items():
-        entry = stored[name]
-        if not entry.is_fp8 or target not in sources or entry not in sources[target].weights:
+        source = matched.sources.get(target)
+        if source is None or not source.is_fp8:
             raise CheckpointError(
-                f"{entry} is {entry.dtype} and would be loaded into {target!r} of a {kind} without "
-                f"its scales: blocktensor reads E4M3 weights, and stacks of experts, that "
-                f"transformers renames at most; dequantize them with the library that wrote them, "
+                f"{entries[name]} is {entries[name].dtype} and would be loaded into {target!r} of "
+                f"a {kind} without its scales: blocktensor reads E4M3 weights, which transformers "
+                f"may rename, join and split; dequantize them with the library that wrote them, "
                 f"then convert"
             )
-    without = current.keys() - sources.keys()
-    for name in unmatched:
-        fits = any(x.endswith(f".{name}") or name.endswith(f".{x}") for x in without)
-        if entries[name].is_fp8 and fits:
+    left = {name: x for name in matched.unexpected if (x := entries[name]).is_fp8}
+    _check_left(folder, kind, matched, _reader(model, {x: state[x] for x in left}, rules), tensors)
+    # what transformers loads is left to it: in high precision it may do more than rename
+    ours = {name: x for name, x in matched.sources.items() if x.is_fp8 or x.whole}
+    read = {entry.name for x in ours.values() for entry in (*x.weights, *x.scales)}
+    return FP8Checkpoint(folder, matched._replace(sources=ours), frozenset(read))
+
+
+def _reader(model: nn.Module, state: Mapping[str, Any], rules: Rules) -> PretrainedReader:
+    entries = {
+        name: Entry(
+            Path(),
+            _dtype(x),
+            tuple(x.shape if isinstance(x, torch.Tensor) else x.get_shape()),
+            name,
+        )
+        for name, x in state.items()
+    }
+    return PretrainedReader("", model, entries, rules)
+
+
+def _check_left(
+    folder: Path, kind: str, matched: Matched, reader: PretrainedReader, tensors: Mapping[str, Any]
+) -> None:
+    """Raise CheckpointError if FP8 weights are left that belong to the model.
+
+    Args:
+        folder, kind: of the checkpoint and the model, for messages.
+        matched: what was found of the model.
+        reader: of the FP8 weights that were left.
+        tensors: of the model.
+    """
+    for target in (*reader.names, *reader.failed, *reader.mismatched):
+        source, others = matched.sources.get(target), reader.names.get(target, reader.stored)
+        found = "other tensors" if source is None else repr(source.weights[0].name)
+        raise CheckpointError(
+            f"{folder}: tensors {found} and {min(others)!r} would both be loaded into {target!r}, "
+            f"in FP8: remove one of them"
+        )
+    without = tensors.keys() - matched.sources.keys()
+    for name in reader.stored:
+        if any(x.endswith(f".{name}") or name.endswith(f".{x}") for x in without):
             raise CheckpointError(
-                f"{folder}: tensor {entries[name].name!r} is in FP8 and has another name in a "
-                f"{kind}: load it into the class that the checkpoint was saved from, and take its "
-                f"part"
+                f"{folder}: tensor {name!r} is in FP8 and has another name in a {kind}: load it "
+                f"into the class that the checkpoint was saved from, and take its part"
             )
-    in_fp8 = (name for name, source in sources.items() if source.is_fp8)
-    return FP8Checkpoint(folder, entries, frozenset(in_fp8))
 
 
 def _dtype(x: Any) -> str:
@@ -249,27 +235,3 @@ def _is_small(dtype: str) -> bool:
     if isinstance(named, torch.dtype):
         return named.itemsize == 1 and named is not torch.bool
     return dtype.startswith(("F8", "F6", "F4", "I8", "U8"))
-
-
-def _without_suffix(names: Iterable[str]) -> list[str]:
-    """Return the names that end as names of scales do, without that ending."""
-    return [x.removesuffix(SCALE_SUFFIX) for x in names if x.endswith(SCALE_SUFFIX)]
-
-
-def _key(name: str, places: Mapping[str, Place], spelled: Set[str]) -> str:
-    """Return the name by which a stored tensor is matched with the model, by its place there."""
-    place = places[name]
-    if place.target is None and name.endswith(SCALE_SUFFIX):
-        return _key(name.removesuffix(SCALE_SUFFIX), places, spelled) + SCALE_SUFFIX
-    if place.how == "stacked":
-        return next((x for x in (*place.renamed, name) if x in spelled), name)
-    return place.target or name
-
-
-class DropValues(core_model_loading.ConversionOps):  # type: ignore[misc,unused-ignore]
-    """Leaves a parameter on meta, as one that will be read later."""
-
-    def convert(self, input_dict: Mapping[str, Any], *_: Any, **kwargs: Any) -> dict[str, Any]:
-        if kwargs.get("missing_keys") is not None:
-            kwargs["missing_keys"].discard(kwargs["full_layer_name"])
-        return {}

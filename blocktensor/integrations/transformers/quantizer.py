@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.quantizers.auto import register_quantizer
 from transformers.quantizers.base import HfQuantizer
 
-from ...checkpoint.on_disk import SCALE_SUFFIX
 from ...checkpoint.save import save_fp8
 from ...conversion.convert import convert
 from ...conversion.freeze import unfreeze
@@ -29,7 +28,7 @@ from ...model.weights import fp8_weights, is_linear
 from ...sharding.dtensor import local_of
 from ...tensor.compat.callers import caller
 from .config import METHOD, BlockwiseFP8Config
-from .loading import DropValues, FP8Checkpoint, fp8_checkpoint, state_given_to_save
+from .loading import FP8Checkpoint, fp8_checkpoint, state_given_to_save
 
 
 @register_quantizer(METHOD)
@@ -69,18 +68,6 @@ class BlockwiseFP8Quantizer(HfQuantizer):  # type: ignore[misc,unused-ignore]
         if "disk" in places or ("cpu" in places and len(places) > 1):
             raise _offloaded(f"device_map puts modules on {sorted(map(str, places))}")
 
-    def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
-        """Return whether the values of a parameter are read from FP8 in the end."""
-        return self._stored is not None and param_name in self._stored.weights
-
-    def param_element_size(self, model: Any, param_name: str, param: Tensor) -> float:
-        """Return the bytes of an element while loading."""
-        return 1 if self.param_needs_quantization(model, param_name) else param.element_size()
-
-    def get_quantize_ops(self) -> DropValues:
-        """Return the operation on parameters that :meth:`param_needs_quantization`."""
-        return DropValues()
-
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         self._files = kwargs.get("checkpoint_files")
         return model
@@ -91,7 +78,7 @@ class BlockwiseFP8Quantizer(HfQuantizer):  # type: ignore[misc,unused-ignore]
         state: Mapping[str, Any],
         rules: Sequence[Any],
         device_map: Mapping[str, Any] | None,
-    ) -> None:
+    ) -> FP8Checkpoint | None:
         """See all that transformers is about to load, and keep what is in FP8 for the end.
 
         Args:
@@ -100,20 +87,22 @@ class BlockwiseFP8Quantizer(HfQuantizer):  # type: ignore[misc,unused-ignore]
             rules: by which it renames and converts that.
             device_map: of modules.
 
+        Returns:
+            What it is not to load.
+
         Raises:
             CheckpointError: as :func:`.loading.fp8_checkpoint`.
             NotImplementedError: FP8 weights for several devices; the files have other blocks.
         """
         self._stored = fp8_checkpoint(model, self._files, state, rules)
         if self._stored is None:
-            return
+            return None
         if len(set((device_map or {}).values())) > 1:
             raise NotImplementedError(
                 f"device_map={device_map!r} for a checkpoint in FP8: expected one device, e.g. "
                 f"device_map={{'': 'cuda:0'}}"
             )
-        known = model._keys_to_ignore_on_load_unexpected
-        model._keys_to_ignore_on_load_unexpected = {*(known or ()), f"{SCALE_SUFFIX}$"}
+        return self._stored
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         config = self.quantization_config
@@ -127,7 +116,7 @@ class BlockwiseFP8Quantizer(HfQuantizer):  # type: ignore[misc,unused-ignore]
             devices = (x.device for x in model.parameters() if not x.is_meta)
             self._stored.load(model, config.recipe, next(devices, torch.device("cpu")))
             _dequantize_skipped(model, config.skip)
-            if not config.frozen:
+            if not config.frozen and any(map(fp8_weights, model.modules())):
                 unfreeze(model)
         self.report = _converted(model, config, of_fp8=self._stored is not None)
         self._stored = None
@@ -220,7 +209,10 @@ def save_pretrained_fp8(
 
     Raises:
         TypeError: ``model`` is no PreTrainedModel.
-        ValueError: adapters are loaded; as :func:`blocktensor.save_fp8`.
+        ValueError, RuntimeError: as :func:`blocktensor.save_fp8`; adapters are loaded.
+
+    Warns:
+        UserWarning: as :func:`blocktensor.save_fp8`.
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(

@@ -30,7 +30,17 @@ from blocktensor.integrations.transformers.loading import FP8Checkpoint, fp8_che
 from tests.support.checkpoint_experts import join_matrices, read, rewrite
 from tests.support.checkpoint_models import assert_same, state
 from tests.support.moe_models import transformers_moe
-from tests.support.pretrained import MODELS, choices, fp8_names, llama, loaded, logits, qwen, values
+from tests.support.pretrained import (
+    MODELS,
+    UNREADABLE,
+    choices,
+    fp8_names,
+    llama,
+    loaded,
+    logits,
+    qwen,
+    values,
+)
 
 
 def built(kind: str, folder: Path) -> Any:
@@ -42,7 +52,7 @@ def built(kind: str, folder: Path) -> Any:
 def written(folder: Path, kind: str = "llama", recipe: Recipe | None = None, **options: Any) -> Any:
     model = built(kind, folder.parent / "plain")
     convert(model, recipe or Recipe(), skip_small=False)
-    save_fp8(model, folder, **options)
+    save_fp8(model, folder, all_in_fp8=kind in UNREADABLE, **options)
     return model
 
 
@@ -326,21 +336,3 @@ def test_a_variant_beside_other_weights_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.fp8.safetensors").rename(folder / "model.safetensors")
     (tmp_path / "config.json").rename(folder / "config.json")
     assert fp8_names(loaded(folder, choices(frozen=True), dtype="auto"))
-
-
-def test_weights_that_transformers_computes_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from transformers import conversion_mapping
-    from transformers.core_model_loading import Transpose, WeightConverter
-
-    frozen_in_fp8(llama(), tmp_path)
-    rule = WeightConverter("self_attn.q_proj.weight", "self_attn.q_proj.weight", [Transpose()])
-    theirs = conversion_mapping.get_checkpoint_conversion_mapping
-    monkeypatch.setattr(
-        conversion_mapping,
-        "get_checkpoint_conversion_mapping",
-        lambda kind: [rule] if kind == "llama" else theirs(kind),
-    )
-    with pytest.raises(CheckpointError, match=r"q_proj.weight' is F8_E4M3 and would be loaded"):
-        loaded(tmp_path, dtype="auto")

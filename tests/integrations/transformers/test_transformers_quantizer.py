@@ -23,6 +23,7 @@ from tests.support.compiling import fresh, graphs
 from tests.support.moe_models import transformers_moe
 from tests.support.pretrained import (
     MODELS,
+    UNREADABLE,
     choices,
     fp8_names,
     llama,
@@ -214,7 +215,8 @@ def test_both_ways_to_save(kind: str, frozen: bool, tmp_path: Path) -> None:
     assert config_of("saved") == config_of("source")
     assert torch.equal(logits(loaded(tmp_path / "saved", config)), logits(model))
 
-    folder = save_pretrained_fp8(model, tmp_path / "fp8", max_shard_bytes=1 << 17)
+    options: Any = {"all_in_fp8": kind in UNREADABLE}
+    folder = save_pretrained_fp8(model, tmp_path / "fp8", max_shard_bytes=1 << 17, **options)
     assert len(list(folder.glob("*.safetensors"))) > 1
     entries = config_of("fp8")
     assert entries.pop("quantization_config")["quant_method"] == "fp8"
@@ -222,8 +224,8 @@ def test_both_ways_to_save(kind: str, frozen: bool, tmp_path: Path) -> None:
     assert (folder / "generation_config.json").exists()
     assert torch.equal(logits(loaded(folder, choices(frozen=True))), logits(model))
     with pytest.raises(FileExistsError, match="overwrite=True"):
-        save_pretrained_fp8(model, folder)
-    save_pretrained_fp8(model, folder, overwrite=True, config={"a": 1})
+        save_pretrained_fp8(model, folder, **options)
+    save_pretrained_fp8(model, folder, overwrite=True, config={"a": 1}, **options)
     assert config_of("fp8").keys() == {"a", "quantization_config"}
 
 

@@ -1,0 +1,102 @@
+"""Parts of tensors: where a box of one tensor lies in another, in elements and in blocks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ..ops.formats import BLOCK, ceil_div
+
+Box = tuple[slice, ...]
+"""A run of indices along each dimension of a tensor."""
+
+
+class Part(NamedTuple):
+    """A box of this tensor that lies in another one, perhaps with its dimensions in another order.
+
+    Attributes:
+        name: of the other tensor.
+        there: where it lies in the other tensor.
+        here: where it lies in this one.
+        axes: the dimension of the other tensor along each dimension here; None for a dimension of
+            size 1 that the other tensor lacks.
+    """
+
+    name: str
+    there: Box
+    here: Box
+    axes: tuple[int | None, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The size of the box here."""
+        return sizes_of(self.here)
+
+    def take(self, other: Tensor) -> Tensor:
+        """Return the values of the box, in its shape here."""
+        kept = [axis for axis in self.axes if axis is not None]
+        rest = [axis for axis in range(other.ndim) if axis not in kept]
+        return other[self.there].permute([*kept, *rest]).reshape(self.shape)
+
+    def of(self, name: str) -> Part:
+        """Return the same box as a part of this tensor, whose name is ``name``, in the other."""
+        back = [
+            self.axes.index(axis) if axis in self.axes else None for axis in range(len(self.there))
+        ]
+        return Part(name, self.here, self.there, tuple(back))
+
+    def in_blocks(self, here: Sequence[int]) -> Part | None:
+        """Return the part of the other tensor's scales that are the scales of the box.
+
+        Args:
+            here: the shape of this tensor.
+
+        Returns:
+            None if a block of this tensor is not a part of one block of the other tensor.
+        """
+        for dim, axis in enumerate(self.axes):
+            is_cut, was_cut = dim >= len(here) - 2, axis is None or axis >= len(self.there) - 2
+            if axis is not None and is_cut != was_cut and self.shape[dim] > 1:
+                return None  # along one of them, blocks have one element
+        ends = zip(self.here[-2:], here[-2:], strict=True)
+        if any(run.stop % BLOCK and run.stop != size for run, size in ends):
+            return None
+        if any(run.start % BLOCK for run in (*self.here[-2:], *self.there[-2:])):
+            return None
+        return self._replace(there=_blocks(self.there), here=_blocks(self.here))
+
+
+def sizes_of(box: Box) -> tuple[int, ...]:
+    """Return the size of a box."""
+    return tuple(run.stop - run.start for run in box)
+
+
+def spelled(box: Box) -> str:
+    """Return a box as one writes it to index a tensor."""
+    return f"[{', '.join(f'{run.start}:{run.stop}' for run in box)}]"
+
+
+def all_of(shape: Sequence[int]) -> Box:
+    """Return the box that is all of a tensor."""
+    return tuple(slice(0, size) for size in shape)
+
+
+def entire(name: str, shape: Sequence[int]) -> Part:
+    """Return the part of a tensor that is another one, all of it."""
+    return Part(name, all_of(shape), all_of(shape), tuple(range(len(shape))))
+
+
+def cover(parts: Sequence[Part], shape: Sequence[int]) -> bool:
+    """Return whether parts that do not overlap are all of a tensor."""
+    return sum(math.prod(part.shape) for part in parts) == math.prod(shape)
+
+
+def _blocks(box: Box) -> Box:
+    *lead, rows, cols = box
+    return (
+        *lead,
+        *(slice(run.start // BLOCK, ceil_div(run.stop, BLOCK)) for run in (rows, cols)),
+    )

@@ -1,0 +1,156 @@
+"""What transformers makes of tensors as it saves and loads a model: its own functions say it.
+
+transformers renames, joins, splits and stacks tensors as it loads, and reverts this as it saves, by
+rules for each kind of model. Its functions get traced tensors here. They act on a skeleton of the
+model, so that the model does not change. transformers before version 5 has no such rules.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..model.weights import is_fully_sharded
+
+Rules = Sequence[Any]
+"""By which transformers renames and converts tensors as it loads them."""
+
+
+def pretrained_models(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Find the outermost models of transformers in a module, each with the prefix of its names."""
+    library = sys.modules.get("transformers.modeling_utils")
+    if library is None:
+        return
+    inside: list[str] = []
+    for name, module in model.named_modules():
+        prefix = f"{name}." if name else ""
+        if isinstance(module, library.PreTrainedModel) and not prefix.startswith(tuple(inside)):
+            inside.append(prefix)
+            yield prefix, module
+
+
+def skeleton(model: nn.Module) -> nn.Module:
+    """Copy the modules of a model, with plain tensors on meta, and without hooks.
+
+    No constructor runs: ``fully_shard`` and others give modules a class whose copies are made by
+    the constructor of the class before. The copies are of that class.
+    """
+    modules: dict[nn.Module, nn.Module] = {}
+    tensors: dict[int, Tensor] = {}
+
+    def tensor(x: Tensor | None) -> Any:
+        if x is None:
+            return None
+        if id(x) not in tensors:
+            like = torch.empty(x.shape, dtype=x.dtype, device="meta")
+            is_parameter = isinstance(x, nn.Parameter)
+            tensors[id(x)] = nn.Parameter(like, requires_grad=False) if is_parameter else like
+        return tensors[id(x)]
+
+    def module(x: nn.Module | None) -> nn.Module | None:
+        if x is None:
+            return None
+        if x not in modules:
+            kind = next(kind for kind in type(x).__mro__ if not is_fully_sharded(kind))
+            made: nn.Module = object.__new__(kind)
+            modules[x] = made
+            vars(made).update({**vars(x), **vars(nn.Module()), "training": x.training})
+            made._non_persistent_buffers_set.update(x._non_persistent_buffers_set)
+            made._parameters.update({name: tensor(value) for name, value in x._parameters.items()})
+            made._buffers.update({name: tensor(value) for name, value in x._buffers.items()})
+            made._modules.update({name: module(value) for name, value in x._modules.items()})
+        return modules[x]
+
+    made = module(model)
+    assert made is not None
+    # What a model was loaded from changes what its own save_pretrained reverts: the names of an FP8
+    # checkpoint that it dequantized would be lost, and those of one model would not be another's.
+    vars(made).pop("_weight_conversions", None)
+    return made
+
+
+def saved(twin: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return what ``save_pretrained`` would write of tensors, by the names that it would write.
+
+    Args:
+        twin: a skeleton of the model.
+        tensors: by their names in the model, traced or with values.
+    """
+    library = importlib.import_module("transformers.core_model_loading")
+    made = library.revert_weight_conversion(twin, dict(tensors))
+    return {name: x[0] if isinstance(x, (list, tuple)) else x for name, x in made.items()}
+
+
+class Loaded(NamedTuple):
+    """What ``from_pretrained`` makes of stored tensors.
+
+    Attributes:
+        tensors: of the model that get something, by name.
+        mismatched: names of tensors of the model that would get a tensor of another shape, with
+            that shape.
+        errors: why tensors of the model, by name, cannot be computed.
+    """
+
+    tensors: dict[str, Tensor]
+    mismatched: dict[str, tuple[int, ...]]
+    errors: dict[str, str]
+
+
+def rules_of(twin: nn.Module, quantizer: Any = None) -> Rules:
+    """Return the rules of a model. ``quantizer``: of transformers, which adds rules."""
+    library = importlib.import_module("transformers.conversion_mapping")
+    rules: Rules = library.get_model_conversion_mapping(twin, None, quantizer)
+    return rules
+
+
+def loaded(
+    twin: nn.Module,
+    stored: Mapping[str, Tensor],
+    rules: Rules,
+    quantizer: Any = None,
+    dtypes: Mapping[str, torch.dtype] | None = None,
+) -> Loaded:
+    """Load stored tensors, traced or with values, into a skeleton of a model.
+
+    Args:
+        twin: the skeleton, which changes.
+        stored: by their names in the checkpoint.
+        rules: of the model.
+        quantizer: of transformers, by which ``twin`` was prepared.
+        dtypes: into which tensors are cast, by patterns of names; default: into the model's.
+    """
+    library = importlib.import_module("transformers.core_model_loading")
+    before = [*twin.state_dict(keep_vars=True).values()]  # kept, so that no id is given twice
+    how = SimpleNamespace(
+        hf_quantizer=quantizer,
+        weight_mapping=copy.deepcopy(list(rules)),  # some rules have a state
+        dtype_plan=dtypes,
+        **dict.fromkeys(("dtype", "device_map", "disk_offload_folder")),
+        offload_buffers=False,
+    )
+    with _without_progress_bar():
+        info, _ = library.convert_and_load_state_dict_in_model(twin, dict(stored), how)
+    empty, after = set(map(id, before)), twin.state_dict(keep_vars=True)
+    made = {name: x for name, x in after.items() if isinstance(x, Tensor) and id(x) not in empty}
+    mismatched = {name: tuple(shape) for name, shape, *_ in info.mismatched_keys}
+    errors = {name: text.strip().splitlines() for name, text in info.conversion_errors.items()}
+    return Loaded(made, mismatched, {name: lines[-2:][0] for name, lines in errors.items()})
+
+
+@contextlib.contextmanager
+def _without_progress_bar() -> Iterator[None]:
+    """Show no progress of a load without values; its switch also stands for other libraries."""
+    logging: Any = importlib.import_module("transformers.utils.logging")
+    shown, logging._tqdm_active = getattr(logging, "_tqdm_active", True), False
+    try:
+        yield
+    finally:
+        logging._tqdm_active = shown

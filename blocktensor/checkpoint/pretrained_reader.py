@@ -1,0 +1,107 @@
+"""What ``from_pretrained`` would make of a checkpoint, for a model of transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from .contents import Entry
+from .parts import Part
+from .pretrained import Loaded, Rules, loaded, rules_of, skeleton
+from .traced import TracedTensor, traced
+
+_INTEGERS = {
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+class PretrainedReader:
+    """Tells which stored tensors become which tensors of a model.
+
+    All names of the model's tensors begin with its prefix in the model that it is a part of.
+
+    Attributes:
+        parts: of a tensor of the model, by its name: the stored tensors of which it consists.
+        computed: the names of the stored tensors from which it is computed otherwise.
+        failed: why a tensor of the model cannot be made of the stored ones that belong to it.
+        mismatched: tensors of another shape that would become a tensor of the model, by its name,
+            in words.
+    """
+
+    def __init__(
+        self,
+        prefix: str,
+        model: nn.Module,
+        entries: Mapping[str, Entry],
+        rules: Rules | None = None,
+    ) -> None:
+        """Ask transformers.
+
+        Args:
+            prefix, model: of transformers, with the prefix of its names.
+            entries: the stored tensors, without scales, by name.
+            rules: by which it is loaded; default: those that transformers has for it.
+        """
+        self._prefix, self._model, self._rules = prefix, model, rules
+        self._entries = {
+            name.removeprefix(prefix): entry
+            for name, entry in entries.items()
+            if name.startswith(prefix) and not name.endswith("._extra_state")
+        }
+        try:
+            made = self._loaded({})
+        except Exception:  # a version of transformers without such rules: names decide
+            made = Loaded({}, {}, {})
+        self.parts: dict[str, tuple[Part, ...]] = {}
+        self.computed: dict[str, frozenset[str]] = {}
+        for name, x in made.tensors.items():
+            if not isinstance(x, TracedTensor):
+                continue
+            if x.parts is None:
+                self.computed[prefix + name] = frozenset(prefix + each for each in x.names)
+            else:
+                renamed = (part._replace(name=prefix + part.name) for part in x.parts)
+                self.parts[prefix + name] = tuple(renamed)
+        self.failed = {prefix + name: why for name, why in made.errors.items()}
+        self.mismatched = {
+            prefix + name: f"a tensor {list(shape)} would be loaded"
+            for name, shape in made.mismatched.items()
+        }
+
+    @property
+    def names(self) -> dict[str, frozenset[str]]:
+        """The names of the stored tensors from which each tensor of the model is made."""
+        joined = {
+            name: frozenset(part.name for part in parts) for name, parts in self.parts.items()
+        }
+        return joined | self.computed
+
+    @property
+    def stored(self) -> list[str]:
+        """The names of the stored tensors."""
+        return [self._prefix + name for name in self._entries]
+
+    def compute(self, read: Callable[[Entry], Tensor]) -> dict[str, Tensor]:
+        """Return the values of all tensors in :attr:`computed`. ``read``: gives a stored tensor."""
+        needed = {name for names in self.computed.values() for name in names}
+        stored = [name.removeprefix(self._prefix) for name in needed]
+        made = self._loaded({name: read(self._entries[name]) for name in stored})
+        return {name: made.tensors[name.removeprefix(self._prefix)] for name in self.computed}
+
+    def _loaded(self, values: Mapping[str, Tensor]) -> Loaded:
+        """Load stored tensors into a skeleton. ``values``: of some; the others are traced."""
+        stored = {
+            name: traced(name, entry.shape, _INTEGERS.get(entry.dtype, torch.bfloat16))
+            for name, entry in self._entries.items()
+            if name not in values
+        }
+        twin = skeleton(self._model)
+        rules = rules_of(twin) if self._rules is None else self._rules
+        return loaded(twin, {**stored, **values}, rules)
