@@ -41,7 +41,10 @@ VARIANTS: dict[str, Sequence[str]] = {
     "fp8, gathered in bf16": ("--precision", "fp8", "--gather", "bf16"),
     "fp8, fused, head in fp8": ("--precision", "fp8", *_FUSED),
     "fp8, fused, head in fp8, wgrad_input=1x128": (
-        *("--precision", "fp8", "--wgrad-input", "1x128"),
+        "--precision",
+        "fp8",
+        "--wgrad-input",
+        "1x128",
         *_FUSED,
     ),
 }

@@ -104,8 +104,12 @@ class Case:
         is_fprop = self.kind == "fprop"
         return GroupedProblem(
             "gemm" if is_fprop else "wgrad",
-            *(self.tokens, self.n, self.k, self.experts),
-            *(BLOCKS_1X128, BLOCKS_128X128 if is_fprop else self.x_columnwise),
+            self.tokens,
+            self.n,
+            self.k,
+            self.experts,
+            BLOCKS_1X128,
+            BLOCKS_128X128 if is_fprop else self.x_columnwise,
             torch.bfloat16,
             device,
         )

@@ -106,8 +106,15 @@ def memory(content: Content, page: Path) -> list[str]:
     """Memory by policy."""
     columns_of = ("weights_mib", "saved_mib", "peak_mib", "peak_of_bf16", "two_microbatches_mib")
     rows = [(r["policy"], r["mode"], *(r[c] for c in columns_of)) for r in content["rows"]]
-    header = ("policy", "mode", "weights at rest", "saved activations", "peak", "peak over bf16",
-              "peak of two microbatches")  # fmt: skip
+    header = (
+        "policy",
+        "mode",
+        "weights at rest",
+        "saved activations",
+        "peak",
+        "peak over bf16",
+        "peak of two microbatches",
+    )
     return section(
         "**Memory of that stack by policy** (MiB; the peak of a forward + backward holds weights, "
         "gradients, input and all activations):",
@@ -121,13 +128,32 @@ def memory(content: Content, page: Path) -> list[str]:
 def hf_llama(content: Content, page: Path) -> list[str]:
     """Training steps of transformers' Llama."""
     rows = [
-        (r["variant"], *(cell for mode in _BOTH for cell in (
-            r[f"{mode}_ms"], times(r[f"{mode}_speedup"]),
-            f"{r[f'{mode}_peak_mib'] / 1024:.1f}", times(r[f"{mode}_peak_of_bf16"]))))
+        (
+            r["variant"],
+            *(
+                cell
+                for mode in _BOTH
+                for cell in (
+                    r[f"{mode}_ms"],
+                    times(r[f"{mode}_speedup"]),
+                    f"{r[f'{mode}_peak_mib'] / 1024:.1f}",
+                    times(r[f"{mode}_peak_of_bf16"]),
+                )
+            ),
+        )
         for r in content["rows"]
-    ]  # fmt: skip
-    header = ("", "eager, ms", "over bf16", "peak, GiB", "over bf16", "torch.compile, ms",
-              "over bf16", "peak, GiB", "over bf16")  # fmt: skip
+    ]
+    header = (
+        "",
+        "eager, ms",
+        "over bf16",
+        "peak, GiB",
+        "over bf16",
+        "torch.compile, ms",
+        "over bf16",
+        "peak, GiB",
+        "over bf16",
+    )
     first = content["rows"][0]
     return section(
         f"**transformers' Llama**, {first['layers']} layers of 8B's, vocabulary 32,000, "
@@ -141,10 +167,16 @@ def hf_llama(content: Content, page: Path) -> list[str]:
 def head(content: Content, page: Path) -> list[str]:
     """A head and its loss."""
     rows = [
-        (f"{r['words']:,} x {r['dim']}", r["variant"], r["ms"], times(r["speedup"]),
-         f"{r['peak_mib'] / 1024:.2f}", times(r["peak_of_bf16"]))
+        (
+            f"{r['words']:,} x {r['dim']}",
+            r["variant"],
+            r["ms"],
+            times(r["speedup"]),
+            f"{r['peak_mib'] / 1024:.2f}",
+            times(r["peak_of_bf16"]),
+        )
         for r in content["rows"]
-    ]  # fmt: skip
+    ]
     tokens = content["rows"][0]["tokens"]
     return section(
         f"**A head and its loss**, {tokens} tokens, forward + backward, the weight cast every "
@@ -161,11 +193,17 @@ def experts(content: Content, page: Path) -> list[str]:
     rows = [row for row in content["rows"] if row["what"] != "small layer"]
     layers = select(rows, {"what": "layer"})
     body = [
-        (f"{_layer_name(r)} each" if r["what"] == "layer" else f"{r['what']}: {_layer_name(r)}",
-         r["variant"], r["ms"], times(r["speedup"]), r["peak_mib"], times(r["peak_of_bf16"]),
-         times(r.get("saved_of_bf16")))
+        (
+            f"{_layer_name(r)} each" if r["what"] == "layer" else f"{r['what']}: {_layer_name(r)}",
+            r["variant"],
+            r["ms"],
+            times(r["speedup"]),
+            r["peak_mib"],
+            times(r["peak_of_bf16"]),
+            times(r.get("saved_of_bf16")),
+        )
         for r in rows
-    ]  # fmt: skip
+    ]
     shown = [part for part in _KERNELS if f"{part}_us" in columns(layers)]
     spent = [(_layer_name(r), r["variant"], *(r[f"{part}_us"] for part in shown)) for r in layers]
     parts = [
@@ -239,8 +277,16 @@ def _widest_model(rows: Sequence[Row]) -> str | None:
 def fsdp2(content: Content, page: Path) -> list[str]:
     """Llama under FSDP2: speeds and memory, then where the time of a step goes."""
     rows = content["rows"]
-    header = ("", "GPUs", "microbatches", "tokens/s a GPU", "over bf16", "MFU (of bf16's peak)",
-              "peak, GiB", "over bf16")  # fmt: skip
+    header = (
+        "",
+        "GPUs",
+        "microbatches",
+        "tokens/s a GPU",
+        "over bf16",
+        "MFU (of bf16's peak)",
+        "peak, GiB",
+        "over bf16",
+    )
     columns = (*SHOWN, "step")
     parts = [
         (r["variant"], *(f"{r[f'{part}_ms']:.1f}" for part in columns))

@@ -187,8 +187,15 @@ def producers(content: Content, page: Path) -> list[str]:
         row = r["op"], f"{r['m']} x {r['k']}", blocks, r["us"], r["apart_us"], *ratios
         if blocks != "–" or r["columnwise"] == "1x128":
             rows.append(row)
-    header = ("op", "shape", "columnwise blocks", "µs", "eager ops, then casts, µs", "over them",
-              "of a copy's speed")  # fmt: skip
+    header = (
+        "op",
+        "shape",
+        "columnwise blocks",
+        "µs",
+        "eager ops, then casts, µs",
+        "over them",
+        "of a copy's speed",
+    )
     return section(
         "**Fused producers**, in bf16: one kernel computes and casts, rowwise and columnwise. "
         "`1 / rms` and the norm's backward make no FP8 forms: they are fused around torch's own "

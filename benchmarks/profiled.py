@@ -58,8 +58,18 @@ collectives.
 """
 
 SHOWN = (
-    *("gemms", "attention", "casts", "norms", "swiglu", "loss", "optimizer", "shards", "rest"),
-    *("collectives", "exposed", "idle"),
+    "gemms",
+    "attention",
+    "casts",
+    "norms",
+    "swiglu",
+    "loss",
+    "optimizer",
+    "shards",
+    "rest",
+    "collectives",
+    "exposed",
+    "idle",
 )
 """The parts of a step, in the order of tables."""
 

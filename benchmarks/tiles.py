@@ -111,13 +111,20 @@ def fit(shape: Speed, problems: list[tuple[int, int, int]], us: list[float], cou
         waves = shape.waves(m, n, count)
         features, times = lone if waves == 1 else many
         blocks = num_blocks(k)
-        features.append([shape.an_sm(m, n, count) * blocks, 1] if waves == 1 else
-                        [waves * blocks, waves, 1])  # fmt: skip
+        features.append(
+            [shape.an_sm(m, n, count) * blocks, 1] if waves == 1 else [waves * blocks, waves, 1]
+        )
         times.append(time)
     block_us, wave_us, launch_us = _line(*many)
     lone_block_us, lone_us = _line(*lone)[:2]
-    return replace(shape, block_us=block_us, wave_us=wave_us, launch_us=launch_us,
-                   lone_block_us=lone_block_us, lone_us=lone_us)  # fmt: skip
+    return replace(
+        shape,
+        block_us=block_us,
+        wave_us=wave_us,
+        launch_us=launch_us,
+        lone_block_us=lone_block_us,
+        lone_us=lone_us,
+    )
 
 
 def measure(shapes: tuple[Shape, ...] = SHAPES, rounds: int = 6) -> Iterator[dict[str, Any]]:

@@ -38,10 +38,20 @@ def measure(
     for kind, shape in dense:
         row = gemm.measure_case(gemm.Case(kind, *shape), rounds)
         over = round(row["blocktensor"] / row["cublas"], 3)
-        yield {"kind": kind, "shape": list(shape), "blocktensor": row["blocktensor"],
-               "peer": "cublas", "over_peer": over}  # fmt: skip
+        yield {
+            "kind": kind,
+            "shape": list(shape),
+            "blocktensor": row["blocktensor"],
+            "peer": "cublas",
+            "over_peer": over,
+        }
     for group in groups:
         for kind in GROUPED_KINDS:
             row = grouped.measure_case(grouped.Case(kind, "ragged", *group), rounds)
-            yield {"kind": kind, "shape": list(group), "blocktensor": row["blocktensor"],
-                   "peer": "bf16", "over_peer": row["vs_bf16"]}  # fmt: skip
+            yield {
+                "kind": kind,
+                "shape": list(group),
+                "blocktensor": row["blocktensor"],
+                "peer": "bf16",
+                "over_peer": row["vs_bf16"],
+            }

@@ -143,8 +143,10 @@ def backends(device: torch.device) -> str:
 
 def host_us(device: torch.device) -> dict[str, float]:
     """Return median host microseconds of a small linear layer, forward + backward, by dtype."""
-    layers = {name: torch.nn.Linear(512, 512, bias=False).to(device, torch.bfloat16)
-              for name in ("bf16", "fp8")}  # fmt: skip
+    layers = {
+        name: torch.nn.Linear(512, 512, bias=False).to(device, torch.bfloat16)
+        for name in ("bf16", "fp8")
+    }
     layers["fp8"].apply(blocktensor.to_blockwise_fp8_weights)
     x = torch.randn(256, 512, device=device, dtype=torch.bfloat16, requires_grad=True)
     grad = torch.randn_like(x)

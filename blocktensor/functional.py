@@ -20,8 +20,13 @@ from .recipe import Recipe, is_recipe
 from .tensor.base import FP8Base
 
 __all__ = [
-    "gated_experts", "gated_mlp", "grouped_linear", "linear", "linear_cross_entropy", "quantize",
-]  # fmt: skip
+    "gated_experts",
+    "gated_mlp",
+    "grouped_linear",
+    "linear",
+    "linear_cross_entropy",
+    "quantize",
+]
 
 
 def __dir__() -> list[str]:

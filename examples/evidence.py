@@ -133,14 +133,18 @@ def queue() -> list[Run]:
     runs.append(run("120m_bf16_moved_more_0", "120m", SMALL, CALM["120m"], "--move 2e-6"))
     runs += [
         run(
-            f"{size}_{variant}_{seed}", size, SIZES[size], CALM[size],
-            VARIANTS[variant], f"--seed {seed}",
+            f"{size}_{variant}_{seed}",
+            size,
+            SIZES[size],
+            CALM[size],
+            VARIANTS[variant],
+            f"--seed {seed}",
         )
         for size, counts in SEEDS.items()
         for seed in range(max(counts.values()))
         for variant, count in counts.items()
         if seed < count
-    ]  # fmt: skip
+    ]
     return list({run.name: run for run in runs}.values())
 
 

@@ -41,10 +41,15 @@ PROMPTS = ["FP8:", "blocks of 128:", "rollout:", "a policy:"] * 4
 def llama(trains: bool) -> Any:
     """A small Llama in FP8, with masters in fp32 or frozen at 1 byte a weight."""
     config = LlamaConfig(
-        vocab_size=len(TOKENIZER), hidden_size=256, intermediate_size=512, num_hidden_layers=2,
-        num_attention_heads=4, bos_token_id=None,
-        pad_token_id=TOKENIZER.pad_token_id, eos_token_id=TOKENIZER.eos_token_id,
-    )  # fmt: skip
+        vocab_size=len(TOKENIZER),
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        bos_token_id=None,
+        pad_token_id=TOKENIZER.pad_token_id,
+        eos_token_id=TOKENIZER.eos_token_id,
+    )
     model = LlamaForCausalLM(config).requires_grad_(trains)
     blocktensor.convert(model, skip_small=False)  # weights that require no gradient are frozen
     return model
@@ -149,9 +154,13 @@ def train(steps: int = 20, lr: float = 1e-3, seed: int = 0) -> list[tuple[float,
         report_to=[], disable_tqdm=True,
     )  # fmt: skip
     trainer = Trainer(
-        llama(trains=True), args=config, reward_funcs=letters, rollout_func=rollout,
-        processing_class=TOKENIZER, train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
-    )  # fmt: skip
+        llama(trains=True),
+        args=config,
+        reward_funcs=letters,
+        rollout_func=rollout,
+        processing_class=TOKENIZER,
+        train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
+    )
     trainer.remove_callback(PrinterCallback)
     print("step  reward  largest difference of log-probabilities")
     try:

@@ -117,8 +117,11 @@ class Training:
             )
         self.order = torch.randperm(windows, generator=torch.Generator().manual_seed(options.seed))
         self.record: dict[str, list[Any]] = {
-            "loss": [], "norm": [], "tokens_per_second": [], "heldout": []
-        }  # fmt: skip
+            "loss": [],
+            "norm": [],
+            "tokens_per_second": [],
+            "heldout": [],
+        }
 
     @property
     def step(self) -> int:

@@ -204,8 +204,15 @@ def adapt(
             kept += float(((values(weight) - olds[name]) * delta).sum())
         error = (logits_of(merged, held_out[0][0]) - logits).norm() / logits.norm()
         yield Result(
-            *(kind, lr, way, before, adapted, loss, (before - loss) / (before - adapted)),
-            *(kept / square, float(error)),
+            kind,
+            lr,
+            way,
+            before,
+            adapted,
+            loss,
+            (before - loss) / (before - adapted),
+            kept / square,
+            float(error),
         )
 
 

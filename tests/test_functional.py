@@ -165,7 +165,8 @@ def test_operands_that_are_no_tensors_are_refused(name: str) -> None:
         ("gated_mlp", {"recompute": "yes"}, "recompute='yes': expected True or False"),
         ("gated_experts", {"recompute": "yes"}, "recompute='yes': expected True or False"),
         (
-            *("linear_cross_entropy", {"ignore_index": 0.5}),
+            "linear_cross_entropy",
+            {"ignore_index": 0.5},
             "ignore_index is a float: expected the index of a class",
         ),
     ],

@@ -29,7 +29,8 @@ def test_every_choice_is_a_value(
     assert recipe == twin == pickle.loads(pickle.dumps(recipe))
     assert hash(recipe) == hash(twin)
     for name, one, other in (
-        *(("cache_weight", False, "backward"), ("wgrad_input", "1x128", "128x128")),
+        ("cache_weight", False, "backward"),
+        ("wgrad_input", "1x128", "128x128"),
         ("batch_invariant", False, True),
     ):
         value = other if getattr(recipe, name) == one else one

@@ -23,8 +23,12 @@ b""",
 
 def test_rows_that_differ_in_layer_numbers_only_are_joined() -> None:
     rows = [
-        *(("embed", "50x64"), ("blocks.0.up", "192x64"), ("blocks.0.down", "64x192")),
-        *(("blocks.1.up", "192x64"), ("blocks.1.down", "64x64"), ("blocks.10.up", "192x64")),
+        ("embed", "50x64"),
+        ("blocks.0.up", "192x64"),
+        ("blocks.0.down", "64x192"),
+        ("blocks.1.up", "192x64"),
+        ("blocks.1.down", "64x64"),
+        ("blocks.10.up", "192x64"),
         ("experts.3.blocks.2.up", "192x64"),
     ]
     assert_expected_inline(
@@ -55,7 +59,8 @@ def test_rows_that_differ_in_names_only_are_joined() -> None:
     rows += [("h.0.k", "32x64"), ("head", "64x64"), ("h.1.k", "32x64"), ("tail", "64x64")]
     rows += [("alone1", "1x1")]
     assert collapse(rows, across=True) == [
-        *(("h.*.{q, o}, h.*.mlp.gate, head, tail (8)", "64x64"), ("h.*.k (2)", "32x64")),
+        ("h.*.{q, o}, h.*.mlp.gate, head, tail (8)", "64x64"),
+        ("h.*.k (2)", "32x64"),
         ("alone1", "1x1"),
     ]
     assert collapse([], across=True) == []

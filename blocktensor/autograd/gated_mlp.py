@@ -130,8 +130,10 @@ class _GatedMLP(FP8Function):
         if not plan.down.tracing:
             watch_halves()
         ctx.plan = plan
-        ctx.given = [each is not None for each in (x, x_again, w_gate, w_up, w_down, bias_gate,
-                                                   bias_up, bias_down)]  # fmt: skip
+        ctx.given = [
+            each is not None
+            for each in (x, x_again, w_gate, w_up, w_down, bias_gate, bias_up, bias_down)
+        ]
         if plan.gate.casts_x:
             x = x.to(plan.gate.out_dtype)
         weights: tuple[Any, ...] = w_gate, w_up, w_down

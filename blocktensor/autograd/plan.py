@@ -173,8 +173,12 @@ def _key(
     if isinstance(w, BlockwiseFP8Weight):
         cache, how = w.cache, w.cache.recipe
         weight_key = (
-            *(type(cache), cache.format, w.transposed),
-            *(how.wgrad_input, how.cache_weight, how.batch_invariant),
+            type(cache),
+            cache.format,
+            w.transposed,
+            how.wgrad_input,
+            how.cache_weight,
+            how.batch_invariant,
         )
     else:
         weight_key = w.format, w.recipe.wgrad_input, w.recipe.batch_invariant

@@ -117,11 +117,18 @@ class Run:
         stream = current_stream(x.get_device()) if x.is_cuda else None
         whole = x if x._base is None else x._base  # views count changes together
         key = (
-            id(whole), x._version, x.data_ptr(), x.shape[-1:], x.numel(),
+            id(whole),
+            x._version,
+            x.data_ptr(),
+            x.shape[-1:],
+            x.numel(),
             None if x.is_contiguous() else (x.shape, x.stride()),
-            plan.casts_x and plan.out_dtype, plan.format, plan.wgrad_input,
-            None if offs is None else (id(offs), offs._version, offs.data_ptr()), stream,
-        )  # fmt: skip
+            plan.casts_x and plan.out_dtype,
+            plan.format,
+            plan.wgrad_input,
+            None if offs is None else (id(offs), offs._version, offs.data_ptr()),
+            stream,
+        )
         latest = self._latest
         if latest is None or latest.key != key:
             latest = self._latest = _Latest(whole, _Latest.drop)

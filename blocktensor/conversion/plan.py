@@ -34,8 +34,16 @@ NO_FAST_PATH = "no fast path"
 """Begins the reason of a weight that would be slower than bf16 without the fast path."""
 
 HEAD_NAMES = (
-    *("lm_head", "output", "output_layer", "head", "embed_out", "output_projection", "logits"),
-    *("proj_out", "classifier", "score"),
+    "lm_head",
+    "output",
+    "output_layer",
+    "head",
+    "embed_out",
+    "output_projection",
+    "logits",
+    "proj_out",
+    "classifier",
+    "score",
 )
 """Usual last names of a linear that maps to the vocabulary, or to classes."""
 
@@ -171,9 +179,10 @@ def _small_on_average(matrices: Sequence[Matrix], choices: Choices) -> dict[Matr
     sizes = {
         matrix: math.prod(matrix.parameter.shape)
         for matrix in matrices
-        if matrix.is_chosen and matrix.parameter.ndim == 2  # not a lazy one, of one dimension
+        if matrix.is_chosen
+        and matrix.parameter.ndim == 2  # not a lazy one, of one dimension
         and fp8_part(matrix.parameter) is None
-    }  # fmt: skip
+    }
     left: dict[Matrix, str] = {}
     while sizes and (mean := sum(sizes.values()) / len(sizes)) < least:
         smallest = min(sizes.values())

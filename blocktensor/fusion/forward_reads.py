@@ -41,9 +41,24 @@ from .code_names import CannotWatch, Names, check_builtin, names_of
 _MISSING = object()
 
 _CONSTANTS = (
-    *(int, float, complex, bool, str, bytes, type(None), slice, range),
-    *(EllipsisType, NotImplementedType, Enum, CodeType),
-    *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
+    int,
+    float,
+    complex,
+    bool,
+    str,
+    bytes,
+    type(None),
+    slice,
+    range,
+    EllipsisType,
+    NotImplementedType,
+    Enum,
+    CodeType,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+    torch.Size,
 )
 """Types of objects that never change, and that are compared by value."""
 
@@ -58,8 +73,14 @@ _BUILTIN_CODE = (
 )
 
 _LIBRARIES = (
-    *("torch", "blocktensor", "transformers.integrations"),
-    *("builtins", "math", "operator", "typing", "collections"),
+    "torch",
+    "blocktensor",
+    "transformers.integrations",
+    "builtins",
+    "math",
+    "operator",
+    "typing",
+    "collections",
 )
 """Files whose functions and classes keep no state that a forward could leave there."""
 
@@ -70,10 +91,23 @@ _METACLASSES = ("abc", "enum", "torch", "typing", "builtins")
 
 _NOT_RUN = frozenset(
     (
-        *("__init_subclass__", "__class_getitem__", "__set_name__", "__del__"),
-        *("__repr__", "__str__", "__format__", "__dir__", "__sizeof__", "__setattr__"),
-        *("__delattr__", "__getstate__", "__setstate__", "__reduce__", "__reduce_ex__"),
-        *("__deepcopy__", "__copy__"),
+        "__init_subclass__",
+        "__class_getitem__",
+        "__set_name__",
+        "__del__",
+        "__repr__",
+        "__str__",
+        "__format__",
+        "__dir__",
+        "__sizeof__",
+        "__setattr__",
+        "__delattr__",
+        "__getstate__",
+        "__setstate__",
+        "__reduce__",
+        "__reduce_ex__",
+        "__deepcopy__",
+        "__copy__",
     )
 )
 """Special methods that no expression of a forward runs."""

@@ -161,8 +161,11 @@ class Pattern:
 def held_by(module: nn.Module, known: Collection[str | None]) -> list[str]:
     """Return the names of what a module holds other than ``known``, and of what is in that."""
     children = module._modules.items()
-    others = [name for name, x in children if x is not None
-              and (name not in known or any(True for _ in x.children()))]  # fmt: skip
+    others = [
+        name
+        for name, x in children
+        if x is not None and (name not in known or any(True for _ in x.children()))
+    ]
     own = (*module._parameters.items(), *module._buffers.items())
     return others + [name for name, x in own if x is not None and name not in known]
 

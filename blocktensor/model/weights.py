@@ -77,8 +77,16 @@ _OF_FLAGS = ("gate_up_proj", "gate_proj", "up_proj", "down_proj")
 
 _TORCHTITAN = _Kind(
     (
-        *("w1_EFD", "w2_EDF", "w3_EFD", "w1", "w2", "w3"),
-        *("mlp1_weight_EGD", "mlp2_weight_EDF", "mlp1_weight", "mlp2_weight"),
+        "w1_EFD",
+        "w2_EDF",
+        "w3_EFD",
+        "w1",
+        "w2",
+        "w3",
+        "mlp1_weight_EGD",
+        "mlp2_weight_EDF",
+        "mlp1_weight",
+        "mlp2_weight",
     ),
     is_transposed=False,
 )

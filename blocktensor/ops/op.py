@@ -160,9 +160,13 @@ class _Schema:
     """
 
     _TYPES: dict[Any, str] = {  # noqa: RUF012
-        Tensor: "Tensor", BlockFormat: "str", torch.dtype: "ScalarType", int: "SymInt",
-        bool: "bool", str: "str",
-    }  # fmt: skip
+        Tensor: "Tensor",
+        BlockFormat: "str",
+        torch.dtype: "ScalarType",
+        int: "SymInt",
+        bool: "bool",
+        str: "str",
+    }
 
     def __init__(self, declared: Callable[..., Any]) -> None:
         self._kinds = get_type_hints(declared)

@@ -10,9 +10,17 @@ from .explain import Explanation
 from .monitor import Health, Monitor
 
 __all__ = [
-    "AuditReport", "ConversionReport", "Explanation", "FusionEntry", "FusionReport", "Health",
-    "LoadReport", "Monitor", "Report", "SharingReport",
-]  # fmt: skip
+    "AuditReport",
+    "ConversionReport",
+    "Explanation",
+    "FusionEntry",
+    "FusionReport",
+    "Health",
+    "LoadReport",
+    "Monitor",
+    "Report",
+    "SharingReport",
+]
 
 
 def __dir__() -> list[str]:

@@ -183,7 +183,11 @@ class _Products(TorchDispatchMode):
             elif forward is not None and not reason:
                 reason = "is a gradient of a matmul in FP8"
         entry = AuditedProduct(
-            *(place.module, kind, *product[:4], product.precision, product.flops),
+            place.module,
+            kind,
+            *product[:4],
+            product.precision,
+            product.flops,
             attention=is_attention,
             recomputed=place.recomputed,
             reason=reason,

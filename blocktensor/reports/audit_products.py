@@ -73,15 +73,33 @@ _ATTENTION = {
 }
 
 _HIDE_PRODUCTS = {
-    *(aten._cudnn_rnn, aten._cudnn_rnn_backward, aten.miopen_rnn, aten.miopen_rnn_backward),
-    *(aten.mkldnn_rnn_layer, aten.mkldnn_rnn_layer_backward, aten._trilinear),
-    *(aten._native_multi_head_attention, aten._transformer_encoder_layer_fwd),
+    aten._cudnn_rnn,
+    aten._cudnn_rnn_backward,
+    aten.miopen_rnn,
+    aten.miopen_rnn_backward,
+    aten.mkldnn_rnn_layer,
+    aten.mkldnn_rnn_layer_backward,
+    aten._trilinear,
+    aten._native_multi_head_attention,
+    aten._transformer_encoder_layer_fwd,
 }
 """Ops whose matmuls no dispatch mode sees."""
 
 _WITHOUT_PRODUCTS = {
-    *("aten", "prim", "prims", "blocktensor", "c10d", "_c10d_functional", "fsdp", "_dtensor"),
-    *("_c10d_functional_autograd", "inductor", "profiler", "symm_mem", "streams", "debugprims"),
+    "aten",
+    "prim",
+    "prims",
+    "blocktensor",
+    "c10d",
+    "_c10d_functional",
+    "fsdp",
+    "_dtensor",
+    "_c10d_functional_autograd",
+    "inductor",
+    "profiler",
+    "symm_mem",
+    "streams",
+    "debugprims",
 }
 """Namespaces whose matmuls are all known here."""
 
@@ -159,7 +177,12 @@ def _of_matrices(packet: Any, left: int, args: Sequence[Any], out: Any) -> Produ
     is_batched = a.ndim == b.ndim == 3
     batch = a.shape[0] if is_batched else 1
     return Product(
-        *(batch, m, n, k, _precision(packet, a), 2 * batch * m * n * k),
+        batch,
+        m,
+        n,
+        k,
+        _precision(packet, a),
+        2 * batch * m * n * k,
         is_wgrad=packet is ours.grouped_gemm_wgrad,
         is_batched=is_batched,
     )

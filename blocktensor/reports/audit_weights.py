@@ -19,8 +19,13 @@ from ..tensor.weight import BlockwiseFP8Weight
 aten = torch.ops.aten
 
 _SELECT: set[Any] = {
-    *(aten.embedding, aten.index, aten.index_select, aten.gather, aten.take_along_dim),
-    *(aten._unsafe_index, aten.take),
+    aten.embedding,
+    aten.index,
+    aten.index_select,
+    aten.gather,
+    aten.take_along_dim,
+    aten._unsafe_index,
+    aten.take,
 }
 """Ops that select of their first operand: rows of a matrix are activations, matrices of a stack
 are weights."""

@@ -158,11 +158,18 @@ class Monitor(Report):
         if not self._measured:
             return ["no step was measured"]
         rows = [
-            (layer, operand, f"{x.sqnr:.1f}", f"{x.flushed:.2%}", f"{x.saturated:.2%}",
-             f"{x.amax_min:.2g} to {x.amax_max:.2g}", f"{x.nonfinite:.0f}")
+            (
+                layer,
+                operand,
+                f"{x.sqnr:.1f}",
+                f"{x.flushed:.2%}",
+                f"{x.saturated:.2%}",
+                f"{x.amax_min:.2g} to {x.amax_max:.2g}",
+                f"{x.nonfinite:.0f}",
+            )
             for layer, operands in self._latest().items()
             for operand, x in operands.items()
-        ]  # fmt: skip
+        ]
         header = "", "SQNR, dB", "flushed to 0", "saturated", "amax of blocks", "NaN or Inf"
         return [f"step {max(self._measured)}", Table(("layer", *header), rows)]
 

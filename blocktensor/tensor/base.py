@@ -46,9 +46,13 @@ class FP8Base(Tensor):
         """Return a tensor of this class that is laid out as ``inner`` and shows ``dtype``."""
         strides, offset = inner.stride(), inner.storage_offset()
         return wrapper(
-            cls, inner.shape, strides=strides, storage_offset=offset, dtype=dtype,
+            cls,
+            inner.shape,
+            strides=strides,
+            storage_offset=offset,
+            dtype=dtype,
             device=inner.device,
-        )  # fmt: skip
+        )
 
     def data_ptr(self) -> int:
         """Return the address of the master of a trainable weight.
@@ -164,9 +168,15 @@ def rebuilt(about: tuple[Any, ...], state: dict[str, Any], e4m3: Sequence[str] =
 
     def make() -> Any:
         return wrapper(
-            kind, size, strides=strides, storage_offset=offset, dtype=dtype, layout=layout,
-            device=parts[0].device if parts else device, requires_grad=requires_grad,
-        )  # fmt: skip
+            kind,
+            size,
+            strides=strides,
+            storage_offset=offset,
+            dtype=dtype,
+            layout=layout,
+            device=parts[0].device if parts else device,
+            requires_grad=requires_grad,
+        )
 
     return torch._tensor._rebuild_from_type_v2(make, kind, (), state)
 
@@ -305,7 +315,9 @@ def only_dtype(x: Tensor, kwargs: Mapping[str, Any]) -> torch.dtype | None:
     """Return the other dtype that arguments of ``_to_copy`` ask for, if nothing else."""
     dtype: torch.dtype | None = kwargs.get("dtype")
     as_it_is = {
-        *(("dtype", dtype), ("device", x.device), ("layout", x.layout)),
+        ("dtype", dtype),
+        ("device", x.device),
+        ("layout", x.layout),
         ("memory_format", torch.preserve_format),
     }
     others = {item for item in kwargs.items() if item[1] and item[0] != "non_blocking"} - as_it_is

@@ -29,8 +29,14 @@ ATEN_OPS: dict[Any, Callable[..., Any]] = {}
 """The ops of BlockwiseFP8Tensor below autograd, from ``tensor/aten``; all others are refused."""
 
 _PREPARED = ("prepared_data", "prepared_scale", "prepared_runs")
-_INNER = ("rowwise_data", "rowwise_scale", "columnwise_data", "columnwise_scale", "source",
-          *_PREPARED)  # fmt: skip
+_INNER = (
+    "rowwise_data",
+    "rowwise_scale",
+    "columnwise_data",
+    "columnwise_scale",
+    "source",
+    *_PREPARED,
+)
 
 
 def _prepared_part(index: int) -> property:

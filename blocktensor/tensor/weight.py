@@ -31,9 +31,20 @@ _aten = torch.ops.aten
 
 NOT_COMPUTED = {
     # rows that an index picks, as an embedding does: activations, of a weight's shape by chance
-    *(_aten.embedding, _aten.index, _aten.index_select, _aten.gather, _aten.take),
-    *(_aten.zeros_like, _aten.ones_like, _aten.full_like, _aten.rand_like, _aten.randn_like),
-    *(_aten.new_empty, _aten.new_ones, _aten.new_full, _aten.new_empty_strided),
+    _aten.embedding,
+    _aten.index,
+    _aten.index_select,
+    _aten.gather,
+    _aten.take,
+    _aten.zeros_like,
+    _aten.ones_like,
+    _aten.full_like,
+    _aten.rand_like,
+    _aten.randn_like,
+    _aten.new_empty,
+    _aten.new_ones,
+    _aten.new_full,
+    _aten.new_empty_strided,
 }
 """Ops whose results are plain, whatever their shape."""
 

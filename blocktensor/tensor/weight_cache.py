@@ -68,8 +68,7 @@ class FP8Cache:
         casts: how many were made so far.
     """
 
-    __slots__ = ("_copies", "_parts", "_waiting", "casts", "counted", "format",
-                 "master", "recipe")  # fmt: skip
+    __slots__ = ("_copies", "_parts", "_waiting", "casts", "counted", "format", "master", "recipe")
 
     def __init__(self, master: Tensor, recipe: Recipe, counted: Tensor | None = None) -> None:
         self.master = master

@@ -88,9 +88,12 @@ class ParallelForward(ABC):
     def _agree(self, weight: Any, local: FP8Weight | None) -> None:
         """Compare ranks."""
         self.agreement.check(
-            type(self).__name__, tuple(weight.shape), weight.dtype, self.layouts,
+            type(self).__name__,
+            tuple(weight.shape),
+            weight.dtype,
+            self.layouts,
             "not converted" if local is None else local.recipe,
-        )  # fmt: skip
+        )
 
     @assume_constant_result  # calls this at once, with the weight itself
     def _agree_while_traced(self, weight: Any) -> None:

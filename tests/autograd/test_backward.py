@@ -101,21 +101,26 @@ def samples() -> dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...], tupl
     return {
         "linear": (f.linear, (x, mlp[0], leaf(160)), (1, 1, 0)),
         "grouped_linear": (
-            *(lambda x, w, b: f.grouped_linear(x, w, offs, b), (x, experts[0], leaf(3, 160))),
+            lambda x, w, b: f.grouped_linear(x, w, offs, b),
+            (x, experts[0], leaf(3, 160)),
             (1, 1, 0),
         ),
         "gated_mlp": (f.gated_mlp, (x, *mlp), (3, 2, 2, 1)),
         "gated_mlp, biases": (f.gated_mlp, (x, *mlp, *biases), (3, 2, 2, 1, 1, 1, 0)),
         "gated_mlp, gate and up in one": (
-            *(lambda x, w, down: f.gated_mlp(x, w, None, down), (x, leaf(320, 192), mlp[2])),
+            lambda x, w, down: f.gated_mlp(x, w, None, down),
+            (x, leaf(320, 192), mlp[2]),
             (2, 2, 1),
         ),
         "gated_experts": (
-            *(lambda x, *ws: f.gated_experts(x, *ws, offs), (x, *experts), (3, 2, 2, 1)),
+            lambda x, *ws: f.gated_experts(x, *ws, offs),
+            (x, *experts),
+            (3, 2, 2, 1),
         ),
         "normed": (lambda x, w: normed(x, w, 1e-6, "llama"), (x, leaf(192)), (0, 0)),
         "linear_cross_entropy": (
-            *(lambda x, w, b: f.linear_cross_entropy(x, w, target, b), (x, mlp[0], leaf(160))),
+            lambda x, w, b: f.linear_cross_entropy(x, w, target, b),
+            (x, mlp[0], leaf(160)),
             (0, 0, 0),
         ),
     }

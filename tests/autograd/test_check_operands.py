@@ -17,9 +17,13 @@ W, X = randn(256, 384, seed=1), randn(5, 384)
 def test_dtypes() -> None:
     run = functional.linear
     calls: list[Call] = [
-        *(lambda: run(X.long(), W), lambda: run(X.to(torch.float8_e4m3fn), W)),
-        *(lambda: run(X, W.double()), lambda: run(X, W.half()), lambda: run(X, W, W[:, 0].float())),
-        *(lambda: blocktensor.quantize(X.double()), lambda: BlockwiseFP8Weight(W.double())),
+        lambda: run(X.long(), W),
+        lambda: run(X.to(torch.float8_e4m3fn), W),
+        lambda: run(X, W.double()),
+        lambda: run(X, W.half()),
+        lambda: run(X, W, W[:, 0].float()),
+        lambda: blocktensor.quantize(X.double()),
+        lambda: BlockwiseFP8Weight(W.double()),
     ]
     assert_expected_inline(
         refused(*calls),
@@ -46,10 +50,16 @@ TypeError: the weight has dtype torch.float64: blocktensor casts torch.bfloat16,
 def test_shapes_and_devices() -> None:
     run, meta = functional.linear, W.to("meta")
     calls: list[Call] = [
-        *(lambda: run(X, W.expand(2, 256, 384)), lambda: run(X, W[0]), lambda: run(X[0, 0], W)),
-        *(lambda: blocktensor.quantize(X[0, 0]), lambda: BlockwiseFP8Weight(W[0])),
-        *(lambda: run(X[:, 1:], W), lambda: run(X, W, W[:3, 0]), lambda: run(X, W, W)),
-        *(lambda: run(X, meta), lambda: run(X, W, meta[:, 0])),
+        lambda: run(X, W.expand(2, 256, 384)),
+        lambda: run(X, W[0]),
+        lambda: run(X[0, 0], W),
+        lambda: blocktensor.quantize(X[0, 0]),
+        lambda: BlockwiseFP8Weight(W[0]),
+        lambda: run(X[:, 1:], W),
+        lambda: run(X, W, W[:3, 0]),
+        lambda: run(X, W, W),
+        lambda: run(X, meta),
+        lambda: run(X, W, meta[:, 0]),
     ]
     assert_expected_inline(
         refused(*calls),
@@ -77,7 +87,8 @@ def test_mixed_recipes() -> None:
     shared = blocktensor.quantize(X)
     calls: list[Call] = [
         lambda: functional.linear(shared, other),
-        *(lambda: functional.linear(shared, W, recipe=POWER_OF_TWO), lambda: module(shared)),
+        lambda: functional.linear(shared, W, recipe=POWER_OF_TWO),
+        lambda: module(shared),
         lambda: torch.mm(shared, module.weight.t()),
         lambda: functional.linear(X, other, recipe=Recipe()),
     ]
@@ -101,7 +112,8 @@ def test_blocks() -> None:
     lone = BlockwiseFP8Tensor.from_values(X, columnwise=False)
     leaf = W.clone().requires_grad_()
     calls: list[Call] = [
-        *(lambda: functional.linear(wide, W), lambda: BlockwiseFP8Tensor.from_values(X, (64, 64))),
+        lambda: functional.linear(wide, W),
+        lambda: BlockwiseFP8Tensor.from_values(X, (64, 64)),
         lambda: functional.linear(lone, leaf),
     ]
     assert_expected_inline(
@@ -122,7 +134,9 @@ ValueError: mixed recipes: the gradient of the weight has wgrad_input='128x128',
 def test_a_module_says_what_is_wrong_with_its_input() -> None:
     module = nn.Sequential(linear(256, 384, bias=True))
     calls: list[Call] = [
-        *(lambda: module(X.float()), lambda: module(X[:, :5]), lambda: module(X.to("meta"))),
+        lambda: module(X.float()),
+        lambda: module(X[:, :5]),
+        lambda: module(X.to("meta")),
     ]
     assert_expected_inline(
         refused(*calls),

@@ -82,11 +82,13 @@ KINDS: dict[str, tuple[Run, Run, tuple[Any, ...]]] = {
     "linear": (functional.linear, F.linear, ((N, K),)),
     "linear with bias": (functional.linear, F.linear, ((N, K), [N])),
     "grouped linear": (
-        *(grouped, lambda x, w: torch._grouped_mm(x, w.transpose(1, 2), OFFS.to(x.device))),
+        grouped,
+        lambda x, w: torch._grouped_mm(x, w.transpose(1, 2), OFFS.to(x.device)),
         ((E, N, K),),
     ),
     "grouped linear of a transpose": (
-        *(lambda x, w: grouped(x, w.mT), lambda x, w: torch._grouped_mm(x, w, OFFS.to(x.device))),
+        lambda x, w: grouped(x, w.mT),
+        lambda x, w: torch._grouped_mm(x, w, OFFS.to(x.device)),
         ((E, K, N),),
     ),
     "grouped linear with bias": (grouped, one_by_one, ((E, N, K), [E, N])),

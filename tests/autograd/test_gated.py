@@ -219,12 +219,15 @@ def test_bad_input() -> None:
     experts = functional.gated_experts
     both, odd = randn(2 * HIDDEN, K), randn(255, K)
     calls: list[Call] = [
-        *(lambda: mlp(x, gate, up, down, activation="tanh"), lambda: mlp(x, gate, narrow, down)),
+        lambda: mlp(x, gate, up, down, activation="tanh"),
+        lambda: mlp(x, gate, narrow, down),
         lambda: mlp(x, gate, *weights(recipe=ROWS)[1:]),
         lambda: mlp(x, gate, *weights(recipe=POWER_OF_TWO)[1:]),
-        *(lambda: mlp(x.float(), gate, up, down), lambda: mlp(x, odd, None, down)),
+        lambda: mlp(x.float(), gate, up, down),
+        lambda: mlp(x, odd, None, down),
         lambda: mlp(x, both, None, down, bias_up=randn(HIDDEN)),
-        *(lambda: mlp(x, both[:512], None, down), lambda: mlp(x, both, None, None)),
+        lambda: mlp(x, both[:512], None, down),
+        lambda: mlp(x, both, None, None),
         lambda: experts(rows, *stacks, offs[:2]),
         lambda: experts(x, randn(0, 255, K), None, randn(0, N, 128), ends()),
     ]

@@ -37,11 +37,14 @@ OF_BOTH = "gated_backward silu 1x128 1x128"
 RUNS: dict[str, tuple[Kind, bool, list[str], list[str]]] = {
     "MLP": (KINDS["MLP"], False, [*TO_H, OF_WEIGHT, PRODUCT], [*TO_DH, OF_BOTH, *[PRODUCT] * 4]),
     "MLP, recompute": (
-        *(KINDS["MLP"], True, [*TO_H, OF_WEIGHT, PRODUCT]),
+        KINDS["MLP"],
+        True,
+        [*TO_H, OF_WEIGHT, PRODUCT],
         [*TO_DH, OF_BOTH, PRODUCT, PRODUCT, "gated silu 1x128 1x128", PRODUCT, PRODUCT],
     ),
     "joint": (
-        *(JOINT, False),
+        JOINT,
+        False,
         [OF_X, OF_WEIGHT, PRODUCT, "gated silu 1x128 128x128", OF_WEIGHT, PRODUCT],
         [OF_GRAD, PRODUCT, PRODUCT, f"joint_{OF_BOTH}", PRODUCT, PRODUCT],
     ),

@@ -102,17 +102,20 @@ E = len(SIZES)
 KINDS: dict[str, tuple[list[tuple[int, ...]], Callable[..., Tensor], Callable[..., Tensor]]] = {
     "linear": ([(K, K)], F.linear, plain),
     "grouped": (
-        *([(E, K, K)], lambda x, w: functional.grouped_linear(x, w, ends(*SIZES))),
+        [(E, K, K)],
+        lambda x, w: functional.grouped_linear(x, w, ends(*SIZES)),
         lambda x, w: plain(x, w, ends(*SIZES)),
     ),
     "gated": ([(K, K)] * 3, functional.gated_mlp, plain_gated),
     "experts": (
-        *([(E, K, K)] * 3, lambda x, *w: functional.gated_experts(x, *w, ends(*SIZES))),
+        [(E, K, K)] * 3,
+        lambda x, *w: functional.gated_experts(x, *w, ends(*SIZES)),
         lambda x, *w: plain_gated(x, *w, offs=ends(*SIZES)),
     ),
     "norm": ([(K,)], normed_and_cast, plain_norm),
     "quantized": (
-        *([(K, K)] * 2, quantized),
+        [(K, K)] * 2,
+        quantized,
         lambda x, *w: plain(x, w[0]) + plain(x, w[1]) + straight_through(x),
     ),
 }
@@ -147,8 +150,10 @@ class History:
         self.runs = [draw.choice(WAYS) for _ in self.kinds]
         if seed % 8:  # compilation takes a second
             self.runs = ["plain" if run == "compiled" else run for run in self.runs]
-        self.hooks = [draw.choice(("", "", "tensor", "prehook", "posthook", "retain", "in place",
-                                   "twice")) for _ in self.kinds]  # fmt: skip
+        self.hooks = [
+            draw.choice(("", "", "tensor", "prehook", "posthook", "retain", "in place", "twice"))
+            for _ in self.kinds
+        ]
         self.head = draw.random() < 0.3
         self.backward = draw.choice(("whole", "inputs", "grad", "twice", "split"))
         if self.backward == "split" and torch.__version__ < (2, 13):  # see `needs_halves`

@@ -208,10 +208,13 @@ def test_refused_products() -> None:
     w, _ = both_kinds("E, N, K")["weight"]
     x, xs = randn(T, K), randn(E, T, K)
     calls: list[Call] = [
-        *(lambda: F.grouped_mm(xs, w), lambda: F.grouped_mm(x, w)),
+        lambda: F.grouped_mm(xs, w),
+        lambda: F.grouped_mm(x, w),
         lambda: F.grouped_mm(x, w, offs=OFFS, out_dtype=torch.float32),
-        *(lambda: F.grouped_mm(x, w, offs=OFFS.long()), lambda: torch.bmm(w, w.mT)),
-        *(lambda: xs[:2] @ w, lambda: xs[0] @ w),
+        lambda: F.grouped_mm(x, w, offs=OFFS.long()),
+        lambda: torch.bmm(w, w.mT),
+        lambda: xs[:2] @ w,
+        lambda: xs[0] @ w,
     ]
     assert_expected_inline(
         refused(*calls),

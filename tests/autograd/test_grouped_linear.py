@@ -72,9 +72,11 @@ def expert_by_expert(
         results.append(
             grads(
                 lambda x, leaves=leaves: functional.linear(x, *leaves, recipe=recipe),
-                x[inside], grad[inside], *leaves,
+                x[inside],
+                grad[inside],
+                *leaves,
             )
-        )  # fmt: skip
+        )
     return [*zip(*results, strict=True)]
 
 
@@ -238,8 +240,11 @@ def test_what_is_saved(recipe: Recipe) -> None:
     frozen = BlockwiseFP8Tensor.from_values(plain(w), SQUARE)
     saved = saved_by(lambda: [functional.grouped_linear(x, each, offs) for each in (w, frozen)])
     assert [t.dtype for t in saved] == [
-        *(torch.int32, torch.bfloat16),
-        *(torch.int32, torch.float8_e4m3fn, torch.float32),
+        torch.int32,
+        torch.bfloat16,
+        torch.int32,
+        torch.float8_e4m3fn,
+        torch.float32,
     ]
 
 
@@ -361,12 +366,18 @@ def test_bad_input() -> None:
     nested = torch.nested.as_nested_tensor([x[:2], x[2:]], layout=torch.jagged)
     shared = quantize(x)
     calls: list[Call] = [
-        *(lambda: run(x, w[0], offs), lambda: run(x[None], w, offs)),
-        *(lambda: run(x.double(), w, offs), lambda: run(x[:, 1:], w, offs)),
-        *(lambda: run(x, w, offs.long()), lambda: run(x, w, offs[1:])),
-        *(lambda: run(x, w, offs.to("meta")), lambda: run(x, w, offs, torch.zeros(N).bfloat16())),
-        *(lambda: run(x.float(), w, offs), lambda: run(x, rows, offs)),
-        *(lambda: run(shared, w, offs, recipe=POWER_OF_TWO), lambda: run(nested, w, offs)),
+        lambda: run(x, w[0], offs),
+        lambda: run(x[None], w, offs),
+        lambda: run(x.double(), w, offs),
+        lambda: run(x[:, 1:], w, offs),
+        lambda: run(x, w, offs.long()),
+        lambda: run(x, w, offs[1:]),
+        lambda: run(x, w, offs.to("meta")),
+        lambda: run(x, w, offs, torch.zeros(N).bfloat16()),
+        lambda: run(x.float(), w, offs),
+        lambda: run(x, rows, offs),
+        lambda: run(shared, w, offs, recipe=POWER_OF_TWO),
+        lambda: run(nested, w, offs),
     ]
     assert_expected_inline(
         refused(*calls),

@@ -167,11 +167,13 @@ def test_audit_sees_fp8() -> None:
 def test_bad_input() -> None:
     x, w, target = randn(T, K), linear(V, K).weight, classes(T)
     calls: list[Call] = [
-        *(lambda: chunked(x, w, target[:-1]), lambda: chunked(x, w, target.int())),
+        lambda: chunked(x, w, target[:-1]),
+        lambda: chunked(x, w, target.int()),
         lambda: chunked(functional.quantize(x), w, target),
         lambda: chunked(x, w, target, reduction="none"),
         *(lambda n=n: chunked(x, w, target, chunk_size=n) for n in (100, 0, 128.0)),
-        *(lambda: chunked(x.float(), w, target), lambda: chunked(x[:, 1:], w, target)),
+        lambda: chunked(x.float(), w, target),
+        lambda: chunked(x[:, 1:], w, target),
     ]
     assert_expected_inline(
         refused(*calls),

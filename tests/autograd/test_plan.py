@@ -73,12 +73,17 @@ def test_what_tells_operands_apart() -> None:
         (X, BlockwiseFP8Weight(values).requires_grad_()),
         *[(X, BlockwiseFP8Weight(randn(N, K), each).requires_grad_()) for each in others],
         *[(X, w, None, each) for each in recipes],
-        *((X, weight().requires_grad_(False)), (X.float(), weight(dtype=torch.float32))),
-        *[(X, w, bias), (X, w, bias.clone().requires_grad_())],
+        (X, weight().requires_grad_(False)),
+        (X.float(), weight(dtype=torch.float32)),
+        (X, w, bias),
+        (X, w, bias.clone().requires_grad_()),
         *[(X, each) for each in frozen],
         (X, BlockwiseFP8Tensor.from_values(randn(N, K), (128, 128), powers)),
-        *[(shared, weight()), (shared.detach().requires_grad_(), weight()), (shared, frozen[0])],
-        *[(quantize(X, powers), weight(scale="power_of_two")), (quantize(X, ROWS), frozen[0])],
+        (shared, weight()),
+        (shared.detach().requires_grad_(), weight()),
+        (shared, frozen[0]),
+        (quantize(X, powers), weight(scale="power_of_two")),
+        (quantize(X, ROWS), frozen[0]),
     ]
     made = assert_apart(plan, calls)
     assert plan(quantize(-X), weight()) is made[-5]
@@ -245,11 +250,13 @@ OF_WEIGHT, PRODUCT = "quantize_with_transpose 128x128", "gemm 1x128 128x128"
 # of each ``wgrad_input``: the recipe, the ops of forward and of backward
 OPS: dict[str, tuple[Recipe, list[str], list[str]]] = {
     "1x128": (
-        *(ROWS, [OF_WEIGHT, "quantize_both 1x128", PRODUCT]),
+        ROWS,
+        [OF_WEIGHT, "quantize_both 1x128", PRODUCT],
         ["quantize_both 1x128", PRODUCT, "gemm 1x128 1x128"],
     ),
     "128x128": (
-        *(Recipe(), [OF_WEIGHT, "quantize_both 1x128 128x128", PRODUCT]),
+        Recipe(),
+        [OF_WEIGHT, "quantize_both 1x128 128x128", PRODUCT],
         ["quantize_both 1x128", PRODUCT, "gemm 1x128 128x128"],
     ),
     "high_precision": (
@@ -285,7 +292,8 @@ def test_without_gradients_all_is_cast_rowwise_only(mode: Callable[[], Any]) -> 
     [
         (True, True, ["quantize_both 1x128", PRODUCT, "gemm 1x128 128x128"]),
         (True, False, ["quantize_rowwise 1x128", PRODUCT]),
-        *((False, True, ["quantize_columnwise 1x128", "gemm 1x128 128x128"]), (False, False, [])),
+        (False, True, ["quantize_columnwise 1x128", "gemm 1x128 128x128"]),
+        (False, False, []),
     ],
 )
 def test_backward_runs_only_what_is_asked_for(x_grad: bool, w_grad: bool, backward: Any) -> None:

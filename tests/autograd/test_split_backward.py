@@ -85,7 +85,8 @@ LEADING = {"1-D": (), "2-D": (64,), "3-D": (2, 32), "4-D": (2, 2, 16)}
 # torch's own 2-D linear layers run hooks of their outputs in both halves, and so do ours
 CASES = [
     *((part, rank) for part in PARTS for rank in ("3-D", "4-D") if part != "experts"),
-    *[("linear", "1-D"), ("linear, no bias", "1-D")],
+    ("linear", "1-D"),
+    ("linear, no bias", "1-D"),
     *((part, "2-D") for part in ("fused MLP", "joint MLP", "experts", "norm", "loss")),
 ]
 

@@ -39,8 +39,10 @@ pytestmark = pytest.mark.usefixtures("way_of_linears")
 @pytest.mark.parametrize(
     ("size", "dtype"),
     [
-        *(((2, 150, 130, 70), torch.bfloat16), ((128, 192, 576), torch.float16)),
-        *(((5, 256, 384), torch.float32), ((1, 1, 1), torch.bfloat16)),
+        ((2, 150, 130, 70), torch.bfloat16),
+        ((128, 192, 576), torch.float16),
+        ((5, 256, 384), torch.float32),
+        ((1, 1, 1), torch.bfloat16),
     ],
     ids=str,
 )

@@ -119,8 +119,11 @@ def test_a_geometric_mean_needs_positive_numbers(values: list[float]) -> None:
 @pytest.mark.parametrize(
     ("where", "found"),
     [
-        *(({}, [0, 1, 2]), ({"kind": "fprop"}, [0, 1]), ({"kind": "fprop", "m": 1}, [0])),
-        *(({"kind": ["fprop", "wgrad"], "m": [1]}, [0, 2]), ({"kind": "dgrad"}, [])),
+        ({}, [0, 1, 2]),
+        ({"kind": "fprop"}, [0, 1]),
+        ({"kind": "fprop", "m": 1}, [0]),
+        ({"kind": ["fprop", "wgrad"], "m": [1]}, [0, 2]),
+        ({"kind": "dgrad"}, []),
         ({"absent": 1}, []),
     ],
 )
@@ -143,7 +146,8 @@ NOBODY = "no row has ours and draft"
 @pytest.mark.parametrize(
     ("change", "rows", "measured", "holds", "note"),
     [
-        *((FPROP, RATES, MEAN, True, ""), ({**FPROP, "reduce": "minimum"}, RATES, 1.2, True, "")),
+        (FPROP, RATES, MEAN, True, ""),
+        ({**FPROP, "reduce": "minimum"}, RATES, 1.2, True, ""),
         ({**FPROP, "reduce": "maximum"}, RATES, 1.25, True, ""),
         ({**ONE, "at_least": 1.2}, RATES, 1.2, True, ""),
         ({**ONE, "at_least": 1.2001}, RATES, 1.2, False, ""),

@@ -54,10 +54,14 @@ def test_one_gpu_is_too_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
 def test_rows_are_compared_on_as_many_ranks() -> None:
     rows: list[Any] = []
     for variant, ranks, speed, peak, is_dry, microbatches in (
-        *(("bf16", 2, 1000, 2**30, False, 1), ("fp8", 2, 1250, 2**29, False, 1)),
-        *(("fp8, gathered in bf16", 2, 1200, 2**30, False, 1), ("bf16", 2, 5000, 2**20, True, 1)),
-        *(("fp8", 2, 6000, 2**20, True, 1), ("bf16", 4, 900, None, False, 1)),
-        *(("fp8", 4, 1080, None, False, 1), ("bf16", 2, 1100, 2**30, False, 16)),
+        ("bf16", 2, 1000, 2**30, False, 1),
+        ("fp8", 2, 1250, 2**29, False, 1),
+        ("fp8, gathered in bf16", 2, 1200, 2**30, False, 1),
+        ("bf16", 2, 5000, 2**20, True, 1),
+        ("fp8", 2, 6000, 2**20, True, 1),
+        ("bf16", 4, 900, None, False, 1),
+        ("fp8", 4, 1080, None, False, 1),
+        ("bf16", 2, 1100, 2**30, False, 16),
         ("fp8, fused, head in fp8", 2, 1430, 2**30, False, 16),
     ):
         result = {"world_size": ranks, "model": {"parameters": 8_000_000_000}, "mfu": 0.56789}

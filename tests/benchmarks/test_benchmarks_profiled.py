@@ -126,9 +126,12 @@ def test_a_trace_is_summed(tmp_path: Path) -> None:
         return {"cat": category, "name": name, "ts": start, "dur": us}
 
     events = [
-        *(event("ncclDevKernel_ReduceScatter", 3000, 2000), event("gemm", 0, 1000)),
-        *(event("ncclDevKernel_AllGather", 500, 1500), event("Memset", 2500, 1000, "gpu_memset")),
-        *(event("cudaLaunchKernel", 0, 9000, "cuda_runtime"), {"name": "process_name", "ph": "M"}),
+        event("ncclDevKernel_ReduceScatter", 3000, 2000),
+        event("gemm", 0, 1000),
+        event("ncclDevKernel_AllGather", 500, 1500),
+        event("Memset", 2500, 1000, "gpu_memset"),
+        event("cudaLaunchKernel", 0, 9000, "cuda_runtime"),
+        {"name": "process_name", "ph": "M"},
     ]
     path = tmp_path / "trace.json"
     path.write_text(json.dumps({"traceEvents": events}))
@@ -142,8 +145,13 @@ def test_the_last_step_begins_after_an_update() -> None:
         return Kernel("multi_tensor_apply_kernel<FusedAdamMathFunctor<float, 4>>", start, start + 1)
 
     found = [
-        *(Kernel("gemm", 0.0, 5.0), adam(6.0), adam(7.5), Kernel("ncclAllGather", 8.0, 30.0)),
-        *(Kernel("gemm", 9.0, 40.0), adam(41.0), adam(43.0)),
+        Kernel("gemm", 0.0, 5.0),
+        adam(6.0),
+        adam(7.5),
+        Kernel("ncclAllGather", 8.0, 30.0),
+        Kernel("gemm", 9.0, 40.0),
+        adam(41.0),
+        adam(43.0),
     ]
     assert profiled.last_step(found) == found[4:]
     assert profiled.last_step(found[:1]) == found[:1]

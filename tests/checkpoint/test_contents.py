@@ -58,10 +58,12 @@ INDEXES: list[tuple[Callable[[dict[str, Any]], object], str]] = [
     *((lambda i, new=new: i["weight_map"].update(new), message) for new, message in PLACES),
     (lambda i: i.pop("weight_map"), f"weight_map {NO_STRINGS}"),
     (lambda i: i.update(weight_map=3), f"weight_map {NO_STRINGS}"),
-    (lambda i: i["weight_map"].pop("up.bias"),
-     f"{SECOND}: has tensor 'up.bias': {INDEX} does not name it"),
+    (
+        lambda i: i["weight_map"].pop("up.bias"),
+        f"{SECOND}: has tensor 'up.bias': {INDEX} does not name it",
+    ),
     (lambda i: i.update(weight_map=dict.fromkeys(i["weight_map"], FIRST)), "is missing"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("change", "message"), INDEXES, ids=range(len(INDEXES)))

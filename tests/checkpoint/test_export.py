@@ -57,8 +57,10 @@ def test_errors_before_the_first_tensor_and_ranks_that_get_none() -> None:
 
 POWERS = Recipe(scale="power_of_two")
 WEIGHTS = [
-    *((torch.bfloat16, Recipe(), False, False), (torch.float32, POWERS, False, False)),
-    *((torch.bfloat16, Recipe(), True, False), (torch.bfloat16, POWERS, True, True)),
+    (torch.bfloat16, Recipe(), False, False),
+    (torch.float32, POWERS, False, False),
+    (torch.bfloat16, Recipe(), True, False),
+    (torch.bfloat16, POWERS, True, True),
 ]
 """Dtype of the masters, recipe, whether the model is frozen in FP8, and its experts separate."""
 

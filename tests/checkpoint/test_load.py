@@ -207,8 +207,10 @@ def test_a_converted_model_keeps_its_recipe(tmp_path: Path) -> None:
 
     folder = save_fp8(filled(frozen=True, recipe=POWERS), tmp_path / "fp8")
     for frozen, given, wanted in (
-        (True, None, POWERS), (True, Recipe(), Recipe()), (False, None, POWERS),
-    ):  # fmt: skip
+        (True, None, POWERS),
+        (True, Recipe(), Recipe()),
+        (False, None, POWERS),
+    ):
         model = on_meta_in(POWERS, frozen)
         load_fp8(model, folder, recipe=given)
         assert isinstance(model.up.weight, BlockwiseFP8Tensor)

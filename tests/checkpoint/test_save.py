@@ -142,7 +142,7 @@ def test_what_cannot_be_saved(tmp_path: Path) -> None:
         (ValueError, filled(), {"max_shard_bytes": 0}, "max_shard_bytes=0"),
         (ValueError, model, {}, "on the meta device"),
         (TypeError, {}, {}, r"save_fp8 takes a model, an nn\.Module: got a dict"),
-    ]  # fmt: skip
+    ]
     for kind, model, options, message in cases:
         with pytest.raises(kind, match=message):
             save_fp8(model, tmp_path / "a", **options)

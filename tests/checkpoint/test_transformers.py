@@ -107,11 +107,20 @@ def test_it_dequantizes_our_bytes_as_we_do(tmp_path: Path, kind: str, recipe: Re
 
 DEVICES: Any = (("cpu", ()), ("cuda", pytest.mark.gpu))
 LAYERS: list[Any] = [
-    *[pytest.param(kind, n, "auto", recipe, device, marks=marks) for kind in LLAMAS
-      for n in (384, 320, 200) for recipe in (FP32, POW2) for device, marks in DEVICES],
-    *[(kind, n, names, FP32, "cpu") for kind in MOES for n in (256, 128, 192)
-      for names in ("auto", "whole")],
-]  # fmt: skip
+    *[
+        pytest.param(kind, n, "auto", recipe, device, marks=marks)
+        for kind in LLAMAS
+        for n in (384, 320, 200)
+        for recipe in (FP32, POW2)
+        for device, marks in DEVICES
+    ],
+    *[
+        (kind, n, names, FP32, "cpu")
+        for kind in MOES
+        for n in (256, 128, 192)
+        for names in ("auto", "whole")
+    ],
+]
 
 
 @pytest.mark.parametrize(("kind", "n", "names", "recipe", "device"), LAYERS)

@@ -80,18 +80,27 @@ A_STR = f"recipe='power_of_two' is a str: {A_RECIPE}(scale='power_of_two')"
         (TypeError, {"recipe": "power_of_two"}, A_STR),
         (TypeError, {"recipe": 3}, f"recipe=3 is a int: {A_RECIPE}() or Recipe.deepseek()"),
         (KeyError, {"filter": fails_on_the_last}, f"'{LAST}'"),
-        (TypeError, {"filter": lambda m, n: None if n == LAST else True},
-         f"filter returned None for '{LAST}': expected True to convert it, False to skip it"),
-        (TypeError, {"filter": "*.up"},
-         "filter='*.up' is not callable: expected filter(module, name) -> bool"),
+        (
+            TypeError,
+            {"filter": lambda m, n: None if n == LAST else True},
+            f"filter returned None for '{LAST}': expected True to convert it, False to skip it",
+        ),
+        (
+            TypeError,
+            {"filter": "*.up"},
+            "filter='*.up' is not callable: expected filter(module, name) -> bool",
+        ),
         (TypeError, {"skip_small": "yes"}, "skip_small='yes': expected True, False or a MinSizes"),
         (TypeError, {"convert_head": "fp8"}, "convert_head='fp8': expected True or False"),
-        (ValueError, {"skip": ["*.nothing"]},
-         "skip pattern '*.nothing' matches no weight of this Model that could be converted: "
-         "expected a pattern of the names of linears or modules above them; names of such weights "
-         "end in up, down, lm_head"),
+        (
+            ValueError,
+            {"skip": ["*.nothing"]},
+            "skip pattern '*.nothing' matches no weight of this Model that could be converted: "
+            "expected a pattern of the names of linears or modules above them; names of such "
+            "weights end in up, down, lm_head",
+        ),
     ],
-)  # fmt: skip
+)
 def test_bad_choices(kind: type[Exception], options: dict[str, Any], text: str) -> None:
     assert refused(Model(), kind, **options) == text
 
@@ -330,8 +339,10 @@ HOLDERS: dict[str, Callable[[], tuple[nn.Module, nn.Module]]] = {
     "Module": lambda: (holder := nn.Module(), holder),
     "Embedding": lambda: (holder := nn.Embedding(DIM, DIM), holder),
     "NonDynamicallyQuantizableLinear": lambda: (
-        attention := nn.MultiheadAttention(DIM, 2), attention.out_proj),
-}  # fmt: skip
+        attention := nn.MultiheadAttention(DIM, 2),
+        attention.out_proj,
+    ),
+}
 """Modules, and the part of each that may hold the weight of a linear."""
 
 

@@ -68,8 +68,10 @@ VIT = "vit.layers.0.attention.output[D,D] vit.layers.0.mlp.head[D,D] "
     ("leaves", "heads"),
     [
         (LLAMA + "score[3,D]", "score"),
-        (NESTED + "model.language_model.lm_head[V,D] model.vision_tower.layers.0.output[D,D]",
-         "model.language_model.lm_head"),
+        (
+            NESTED + "model.language_model.lm_head[V,D] model.vision_tower.layers.0.output[D,D]",
+            "model.language_model.lm_head",
+        ),
         (MTP, "model.layers.2.shared_head.head"),
         (BERT + "classifier[3,D]", "classifier"),
         (VIT + "head[10,D]", "head"),  # of timm
@@ -82,7 +84,7 @@ VIT = "vit.layers.0.attention.output[D,D] vit.layers.0.mlp.head[D,D] "
         ("embed[D] layers.0.q[D,D] proj[D,D]", ""),  # as wide as its vocabulary
         ("embed[D] layers.0.output[D,D] head[D,D]", "head"),  # and by name
     ],
-)  # fmt: skip
+)
 def test_the_heads_of_known_models(leaves: str, heads: str) -> None:
     assert head_names(tree(leaves)) == heads.split()
 
@@ -112,8 +114,10 @@ def test_places_in_other_containers() -> None:
 @pytest.mark.parametrize(
     ("kind", "head"),
     [
-        *(("Llama ForCausalLM", "lm_head"), ("Bert ForMaskedLM", "cls.predictions.decoder")),
-        *(("GPT2 LMHeadModel", "lm_head"), ("T5 ForConditionalGeneration", "lm_head")),
+        ("Llama ForCausalLM", "lm_head"),
+        ("Bert ForMaskedLM", "cls.predictions.decoder"),
+        ("GPT2 LMHeadModel", "lm_head"),
+        ("T5 ForConditionalGeneration", "lm_head"),
         ("Whisper ForConditionalGeneration", "proj_out"),
         ("ViT ForImageClassification", "classifier"),
     ],
@@ -191,10 +195,12 @@ UP, DOWN = LINEARS[::2], LINEARS[1::2]
 @pytest.mark.parametrize(
     ("options", "left"),
     [
-        *(({}, LINEARS), ({"skip_small": MinSizes(n=DIM, k=DIM, size=0)}, LINEARS)),
+        ({}, LINEARS),
+        ({"skip_small": MinSizes(n=DIM, k=DIM, size=0)}, LINEARS),
         ({"skip_small": MinSizes(n=DIM + 1, k=0, size=0)}, UP),
         ({"skip_small": MinSizes(n=0, k=DIM + 1, size=0)}, DOWN),
-        *(({"skip": ["*.up"]}, DOWN), ({"skip": ("blocks.0.*", "*.1.up")}, ["blocks.1.down"])),
+        ({"skip": ["*.up"]}, DOWN),
+        ({"skip": ("blocks.0.*", "*.1.up")}, ["blocks.1.down"]),
         ({"filter": lambda m, name: m.bias is None}, DOWN),
     ],
 )

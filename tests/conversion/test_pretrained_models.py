@@ -38,9 +38,15 @@ def test_trainer_saves_and_resumes_a_frozen_body(tmp_path: Path) -> None:
         model.lm_head.requires_grad_(True)
         convert(model, skip_small=False)
         arguments = TrainingArguments(
-            str(out), max_steps=3, save_steps=1, report_to=[], use_cpu=True,
-            per_device_train_batch_size=2, disable_tqdm=True, logging_steps=10,
-        )  # fmt: skip
+            str(out),
+            max_steps=3,
+            save_steps=1,
+            report_to=[],
+            use_cpu=True,
+            per_device_train_batch_size=2,
+            disable_tqdm=True,
+            logging_steps=10,
+        )
         Trainer(model, arguments, train_dataset=data).train(resume_from_checkpoint=resume)
         assert sum(isinstance(x, BlockwiseFP8Tensor) for x in model.parameters()) == 14
         ways.append(values(model))

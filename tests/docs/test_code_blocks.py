@@ -110,7 +110,9 @@ y
 def test_blocks_are_read_and_share_a_namespace() -> None:
     blocks = blocks_of(PAGE)
     assert [(b.language, b.code, b.line, b.not_run) for b in blocks] == [
-        *(("python", "x = 1\n", 4, None), ("python", "x = 1 / 0\n", 11, "needs two GPUs")),
-        *(("python", "assert x == 1\ny = x + 1\n", 15, None), ("", "y\n", 20, None)),
+        ("python", "x = 1\n", 4, None),
+        ("python", "x = 1 / 0\n", 11, "needs two GPUs"),
+        ("python", "assert x == 1\ny = x + 1\n", 15, None),
+        ("", "y\n", 20, None),
     ]
     assert run_blocks(blocks, "page.md")["y"] == 2

@@ -151,8 +151,14 @@ def accelerator(world: int, precision: str, plugin: Any) -> Iterator[Accelerator
     accelerate ignores ``fsdp_plugin`` there: the state gets what it gets on GPUs.
     """
     rank = str(torch.distributed.get_rank())
-    where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(world), "MASTER_ADDR": "localhost",
-             "LOCAL_WORLD_SIZE": str(world), "OMP_NUM_THREADS": "1"}  # fmt: skip
+    where = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": str(world),
+        "MASTER_ADDR": "localhost",
+        "LOCAL_WORLD_SIZE": str(world),
+        "OMP_NUM_THREADS": "1",
+    }
     with mock.patch.dict(os.environ, where):
         try:
             made = Accelerator(cpu=True, fsdp_plugin=plugin, mixed_precision=precision)

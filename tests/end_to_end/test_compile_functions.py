@@ -261,7 +261,9 @@ def test_the_fallback_of_transformers(kn: bool) -> None:
     assert graphs() == 1
     ran = [op for graph in compiled_graphs(run, *given, of=[w]) for op in ops_in(graph)]
     assert sorted(op for op in ran if "gemm" in op or "mm" in op) == [
-        *("blocktensor.grouped_gemm", "blocktensor.grouped_gemm", "blocktensor.grouped_gemm_wgrad"),
+        "blocktensor.grouped_gemm",
+        "blocktensor.grouped_gemm",
+        "blocktensor.grouped_gemm_wgrad",
     ]
 
 

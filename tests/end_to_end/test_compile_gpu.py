@@ -47,7 +47,9 @@ def stored(parameter: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("frozen", "recipe"),
     [
-        *((False, Recipe()), (True, Recipe()), (False, Recipe.deepseek())),
+        (False, Recipe()),
+        (True, Recipe()),
+        (False, Recipe.deepseek()),
         (False, Recipe(wgrad_input="high_precision")),
     ],
     ids=str,

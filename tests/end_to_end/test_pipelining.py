@@ -34,7 +34,11 @@ _NEEDS_LATER_TORCH = pytest.mark.skipif(
     torch.__version__ < (2, 13), reason="hangs over gloo before 2.13, with plain models too"
 )
 SCHEDULES = [
-    *("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble"),
+    "GPipe",
+    "1F1B",
+    "Interleaved1F1B",
+    "LoopedBFS",
+    "InterleavedZeroBubble",
     *(pytest.param(name, marks=_NEEDS_LATER_TORCH) for name in OF_A_V),
 ]
 SPLIT = "InterleavedZeroBubble"

@@ -40,8 +40,14 @@ MODIFIED = r"modified by an in-?place operation"
 
 
 REPLACED = {
-    *("data =", "data = of the master", "swap with an average", "load_state_dict(assign=True)"),
-    *("vector_to_parameters", "to and back", "half and back", "_apply"),
+    "data =",
+    "data = of the master",
+    "swap with an average",
+    "load_state_dict(assign=True)",
+    "vector_to_parameters",
+    "to and back",
+    "half and back",
+    "_apply",
 }
 """Routes by which the weight gets other memory: an earlier forward keeps what it read."""
 
@@ -107,9 +113,11 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize(
     "collective",
     [
-        *(lambda w: dist.broadcast(w, 0), lambda w: dist.all_reduce(w)),
+        lambda w: dist.broadcast(w, 0),
+        lambda w: dist.all_reduce(w),
         lambda w: dist.all_reduce(w, async_op=True).wait(),
-        *(lambda w: dist.scatter(w, [plain(w)], 0), lambda w: dist.all_gather([w], plain(w))),
+        lambda w: dist.scatter(w, [plain(w)], 0),
+        lambda w: dist.all_gather([w], plain(w)),
     ],
     ids=["broadcast", "all_reduce", "async all_reduce", "scatter", "all_gather"],
 )
@@ -211,9 +219,11 @@ class Player:
         x = self.x().requires_grad_()
         again = self.choice.choice([None, None, True, False])
         y = self.check(
-            self.model if again is None
-            else lambda x: checkpoint(self.model, x, use_reentrant=again), x
-        )  # fmt: skip
+            self.model
+            if again is None
+            else lambda x: checkpoint(self.model, x, use_reentrant=again),
+            x,
+        )
         self.waiting.append((y, self.writes))
 
     def backward(self) -> None:

@@ -27,8 +27,15 @@ from tests.support.scripts import examples
 
 WORDS = {f"w{i}": i for i in range(VOCABULARY - 2)}
 ROWS = [{"prompt": "w1 w2", "chosen": f"w{i} w5", "rejected": f"w{i + 7} w8"} for i in range(4)]
-COMMON = {"report_to": [], "max_steps": 1, "logging_steps": 1, "use_cpu": True, "bf16": False,
-          "per_device_train_batch_size": 4, "disable_tqdm": True}  # fmt: skip
+COMMON = {
+    "report_to": [],
+    "max_steps": 1,
+    "logging_steps": 1,
+    "use_cpu": True,
+    "bf16": False,
+    "per_device_train_batch_size": 4,
+    "disable_tqdm": True,
+}
 
 
 @pytest.fixture

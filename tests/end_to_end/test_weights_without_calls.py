@@ -27,10 +27,17 @@ STATE_SPACES: dict[str, Callable[[], Any]] = {
     "Mamba": lambda: transformers.MambaConfig(**SIZES),
     "FalconMamba": lambda: transformers.FalconMambaConfig(**SIZES),
     "Jamba": lambda: transformers.JambaConfig(
-        **SIZES, **ATTENTION, **EXPERTS, use_mamba_kernels=False, mamba_dt_rank=8,
-        attn_layer_period=2, attn_layer_offset=1, expert_layer_period=2, expert_layer_offset=1,
+        **SIZES,
+        **ATTENTION,
+        **EXPERTS,
+        use_mamba_kernels=False,
+        mamba_dt_rank=8,
+        attn_layer_period=2,
+        attn_layer_offset=1,
+        expert_layer_period=2,
+        expert_layer_offset=1,
     ),
-}  # fmt: skip
+}
 
 
 def trained(model: Any) -> dict[str, Tensor]:

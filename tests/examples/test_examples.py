@@ -17,8 +17,22 @@ pytest.importorskip("matplotlib")
 from tests.support.scripts import Load
 
 TINY = [
-    *("--dim", "16", "--layers", "1", "--heads", "2", "--seq", "16", "--batch", "2"),
-    *("--steps", "6", "--samples", "1", "--device", "cpu"),
+    "--dim",
+    "16",
+    "--layers",
+    "1",
+    "--heads",
+    "2",
+    "--seq",
+    "16",
+    "--batch",
+    "2",
+    "--steps",
+    "6",
+    "--samples",
+    "1",
+    "--device",
+    "cpu",
 ]
 
 
@@ -93,7 +107,10 @@ def test_run_writes_json_and_plot(stdlib: Path, load: Load, tmp_path: Path, caps
     assert (record["config"]["steps"], record["config"]["model"]["dim"]) == (6, 16)
     assert record["versions"]["torch"] and record["date"] and record["data"]["train_files"]
     assert [(run["seed"], run["precision"]) for run in record["runs"]] == [
-        *((0, "bf16"), (0, "fp8"), (1, "bf16"), (1, "fp8"))
+        (0, "bf16"),
+        (0, "fp8"),
+        (1, "bf16"),
+        (1, "fp8"),
     ]
     for run in record["runs"]:
         assert len(run["losses"]) == 6

@@ -31,8 +31,10 @@ def products(example: ModuleType, variant: str) -> list[Tensor]:
 @pytest.mark.parametrize(
     ("variant", "fp8"),
     [
-        *(("fprop alone", (True, False, False)), ("dgrad alone", (False, True, False))),
-        *(("wgrad alone", (False, False, True)), ("Recipe()", (True, True, True))),
+        ("fprop alone", (True, False, False)),
+        ("dgrad alone", (False, True, False)),
+        ("wgrad alone", (False, False, True)),
+        ("Recipe()", (True, True, True)),
     ],
 )
 def test_products_in_fp8(example: ModuleType, variant: str, fp8: tuple[bool, ...]) -> None:

@@ -234,7 +234,8 @@ def test_what_is_fused(load: Load) -> None:
     block = llama.Block(llama.SHAPES["tiny"]).bfloat16()
     convert(block, skip_small=False)
     assert [f"{x.name}: {x.reason or x.computes}" for x in fuse(block).entries] == [
-        *("mlp: down(silu(gate(x)) * up(x))", "attention_norm: torch computes it in one kernel"),
+        "mlp: down(silu(gate(x)) * up(x))",
+        "attention_norm: torch computes it in one kernel",
         "mlp_norm: torch computes it in one kernel",
     ]
 

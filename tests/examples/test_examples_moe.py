@@ -16,8 +16,24 @@ from tests.support.models import randn
 from tests.support.scripts import Load
 
 TINY = [
-    *("--experts", "4", "--dim", "16", "--layers", "1", "--heads", "2", "--seq", "16"),
-    *("--batch", "2", "--steps", "6", "--samples", "0", "--device", "cpu"),
+    "--experts",
+    "4",
+    "--dim",
+    "16",
+    "--layers",
+    "1",
+    "--heads",
+    "2",
+    "--seq",
+    "16",
+    "--batch",
+    "2",
+    "--steps",
+    "6",
+    "--samples",
+    "0",
+    "--device",
+    "cpu",
 ]
 
 

@@ -122,8 +122,13 @@ def test_another_number_of_experts_raises_as_written() -> None:
     assert entry.reason == "its num_experts is not the length of its stacks"
 
 
-INNER = ("gate_proj forward", "up_proj forward_pre", "down_proj full_backward",
-         "act_fn full_backward_pre", "act_fn forward")  # fmt: skip
+INNER = (
+    "gate_proj forward",
+    "up_proj forward_pre",
+    "down_proj full_backward",
+    "act_fn full_backward_pre",
+    "act_fn forward",
+)
 
 
 @pytest.mark.parametrize("hook", INNER)
@@ -200,8 +205,12 @@ routing = torch.tensor([[0, 1], [3, 2], [1, 3], [0, 2], [1, 0]])
 CALLS: dict[str, tuple[Callable[[], Any], list[tuple[int, Callable[[Any], Tensor]]]]] = {
     "mlp": (
         lambda: converted(Takes()),
-        [(1, lambda m: m(x)), (0, lambda m: m(x, 2.0)), (0, lambda m: m(x=x)),
-         (0, lambda m: m(x, scale=0.5))],
+        [
+            (1, lambda m: m(x)),
+            (0, lambda m: m(x, 2.0)),
+            (0, lambda m: m(x=x)),
+            (0, lambda m: m(x, scale=0.5)),
+        ],
     ),
     "mlp that converts": (
         lambda: converted(Converts()),
@@ -209,8 +218,11 @@ CALLS: dict[str, tuple[Callable[[], Any], list[tuple[int, Callable[[Any], Tensor
     ),
     "sizes of groups": (
         lambda: fused_experts.converted(fused_experts.Sizes()),
-        [(1, lambda m: m(rows, sizes)), (0, lambda m: m(rows, groups=sizes)),
-         (0, lambda m: m(rows.float(), sizes))],
+        [
+            (1, lambda m: m(rows, sizes)),
+            (0, lambda m: m(rows, groups=sizes)),
+            (0, lambda m: m(rows.float(), sizes)),
+        ],
     ),
     "ends of groups": (
         lambda: fused_experts.converted(Ends()),
@@ -218,12 +230,14 @@ CALLS: dict[str, tuple[Callable[[], Any], list[tuple[int, Callable[[Any], Tensor
     ),
     "routed": (
         lambda: KINDS["routed"].make(torch.bfloat16).experts,
-        [(1, lambda m: m(tokens, routing, weights)),
-         (0, lambda m: m(tokens, routing, top_k_weights=weights)),
-         (1, lambda m: m(tokens[:0], routing[:0], weights[:0])),
-         (1, lambda m: m(tokens, routing, weights.float()))],
+        [
+            (1, lambda m: m(tokens, routing, weights)),
+            (0, lambda m: m(tokens, routing, top_k_weights=weights)),
+            (1, lambda m: m(tokens[:0], routing[:0], weights[:0])),
+            (1, lambda m: m(tokens, routing, weights.float())),
+        ],
     ),
-}  # fmt: skip
+}
 """Models, how many modules run fused, and in which call."""
 
 

@@ -99,7 +99,10 @@ CHANGES: dict[str, Callable[[Any], tuple[Any, str, Any]]] = {
 }
 """A change of a model: an object, the name of an attribute, and its new value."""
 OF_INSTANCES = {
-    *("an attribute", "a flag", "a setting", "a method of the instance"),
+    "an attribute",
+    "a flag",
+    "a setting",
+    "a method of the instance",
     "an attribute of the class, on the instance",
 }
 

@@ -26,8 +26,10 @@ NORMS = {
     "": ("input_layernorm", "post_attention_layernorm"),
     "Gemma2": ("input_layernorm", "pre_feedforward_layernorm"),
     "DeepseekV3": (
-        *("self_attn.q_a_layernorm", "self_attn.kv_a_layernorm"),
-        *("input_layernorm", "post_attention_layernorm"),
+        "self_attn.q_a_layernorm",
+        "self_attn.kv_a_layernorm",
+        "input_layernorm",
+        "post_attention_layernorm",
     ),
     "Olmo2": (),  # its norms are added to the residual stream
 }

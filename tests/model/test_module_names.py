@@ -40,8 +40,10 @@ def test_what_is_no_module(given: Any) -> None:
     ("skip", "left"),
     [
         (["vision_tower"], ["text.blocks.*", "text2"]),
-        *((["text"], ["vision_tower.blocks.*", "text2"]), (["text*"], ["vision_tower.blocks.*"])),
-        *((["*.blocks"], ["text2"]), (["*.blocks.1", "vision_tower"], ["text.blocks.0", "text2"])),
+        (["text"], ["vision_tower.blocks.*", "text2"]),
+        (["text*"], ["vision_tower.blocks.*"]),
+        (["*.blocks"], ["text2"]),
+        (["*.blocks.1", "vision_tower"], ["text.blocks.0", "text2"]),
         (("*.u?",), ["vision_tower.*.down", "text.*.down", "text2"]),
         ((pattern for pattern in ["*.[0-9].up", "text2"]), ["vision_tower.*.down", "text.*.down"]),
     ],
@@ -95,12 +97,22 @@ def test_what_may_be_named() -> None:
 
 
 COMPLAINTS: list[dict[str, Any]] = [
-    *({"skip": "lm_head"}, {"skip": 5}, {"skip": [nn.Linear(64, 50)]}),
-    *({"skip": ["*.up", "model.heads"]}, {"skip": ["*.embed"]}, {"stacks": [("*.a", ["up"])]}),
-    *({"stacks": {"a": "up"}}, {"stacks": {"a": [1]}}, {"stacks": {1: ["up"]}}),
-    *({"stacks": {"a": ["up"], "expert": ["up"]}}, {"stacks": {"a": ["w1"]}}),
-    *({"stacks": {"a": ["table"]}}, {"stacks": {"f": ["w13_EF2D"]}}, {"stacks": {"a": 3}}),
-    *({"stacks": {"attention": ["up"]}}, {"stacks": {"": ["up"]}}),
+    {"skip": "lm_head"},
+    {"skip": 5},
+    {"skip": [nn.Linear(64, 50)]},
+    {"skip": ["*.up", "model.heads"]},
+    {"skip": ["*.embed"]},
+    {"stacks": [("*.a", ["up"])]},
+    {"stacks": {"a": "up"}},
+    {"stacks": {"a": [1]}},
+    {"stacks": {1: ["up"]}},
+    {"stacks": {"a": ["up"], "expert": ["up"]}},
+    {"stacks": {"a": ["w1"]}},
+    {"stacks": {"a": ["table"]}},
+    {"stacks": {"f": ["w13_EF2D"]}},
+    {"stacks": {"a": 3}},
+    {"stacks": {"attention": ["up"]}},
+    {"stacks": {"": ["up"]}},
 ]
 
 

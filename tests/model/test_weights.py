@@ -217,14 +217,19 @@ LARGE = MinSizes(expert_n=1000, expert_k=1000, expert_size=0)
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({}, {UP: "small: K=128 < 256 and N K=65536 < 1572864 (skip_small)",
-              DOWN: "small: N=128 < 256 and N K=32768 < 1572864 (skip_small)"}),
+        (
+            {},
+            {
+                UP: "small: K=128 < 256 and N K=65536 < 1572864 (skip_small)",
+                DOWN: "small: N=128 < 256 and N K=32768 < 1572864 (skip_small)",
+            },
+        ),
         ({"skip_small": LARGE}, {UP: "small: N=512 < 1000 and K=128 < 1000 (skip_small)"}),
         ({"skip": ["experts"]}, {UP: "skip pattern 'experts'"}),
         ({"skip": ["*.down_proj", "*.gate_up_proj"]}, {DOWN: "skip pattern '*.down_proj'"}),
         ({"filter": lambda m, name: name not in (UP, DOWN)}, {UP: "filter", DOWN: "filter"}),
     ],
-)  # fmt: skip
+)
 def test_thresholds_skips_and_filters(options: dict[str, Any], why: dict[str, str]) -> None:
     with pytest.warns(UserWarning, match="no weight of this"):
         found = reasons(convert(nn.ModuleDict({"experts": Flagged()}), **options))

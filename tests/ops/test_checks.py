@@ -49,12 +49,20 @@ def misfits(*calls: Callable[[], object]) -> None:
 def test_operands_of_gemms() -> None:
     meta = [x.to("meta") for x in B[:2]]
     wrong: list[Any] = [
-        *((A._replace(data=A.data.float()), B), (A, B._replace(data=B.data.to(torch.float8_e5m2)))),
-        *((A._replace(scale=A.scale.double()), B), (STACK, B), (A, STACK)),
-        *((A, B._replace(data=B.data.t().contiguous().t())), (A, B._replace(scale=B.scale.t()))),
-        *((A, B._replace(format=SQUARES)), (SQUARE._replace(format=BLOCKS_1X128_POW2), B)),
-        *((narrow(A, 100), B), (A, B._replace(scale=meta[1]))),
-        *((A, Quantized(meta[0], meta[1], ROW)), (A, B, torch.zeros(3)), (A, B, torch.zeros(5, 1))),
+        (A._replace(data=A.data.float()), B),
+        (A, B._replace(data=B.data.to(torch.float8_e5m2))),
+        (A._replace(scale=A.scale.double()), B),
+        (STACK, B),
+        (A, STACK),
+        (A, B._replace(data=B.data.t().contiguous().t())),
+        (A, B._replace(scale=B.scale.t())),
+        (A, B._replace(format=SQUARES)),
+        (SQUARE._replace(format=BLOCKS_1X128_POW2), B),
+        (narrow(A, 100), B),
+        (A, B._replace(scale=meta[1])),
+        (A, Quantized(meta[0], meta[1], ROW)),
+        (A, B, torch.zeros(3)),
+        (A, B, torch.zeros(5, 1)),
         (A, B, torch.zeros(5, device="meta")),
     ]
     gemm(A, B)  # an accepted kind lets no other pass
@@ -163,9 +171,12 @@ def test_which_casts_fit() -> None:
         checks.quantized(x)
     checks.quantized(STACK._replace(format=POW2_SQUARES))
     wrong = [
-        *(A._replace(data=A.data.float()), A._replace(scale=A.scale.half())),
-        *(STACK._replace(format=ROW), Quantized(STACK.data[0, 0], A.scale, SQUARES)),
-        *(A._replace(format=SQUARES), STACK._replace(scale=STACK.scale[:1])),
+        A._replace(data=A.data.float()),
+        A._replace(scale=A.scale.half()),
+        STACK._replace(format=ROW),
+        Quantized(STACK.data[0, 0], A.scale, SQUARES),
+        A._replace(format=SQUARES),
+        STACK._replace(scale=STACK.scale[:1]),
         A._replace(scale=A.scale.to("meta")),
     ]
     assert_expected_inline(

@@ -72,11 +72,18 @@ def test_bias_and_masked_stores_get_a_tile_with_registers_to_spare() -> None:
 
 def gemms_in_triton() -> Iterator[tuple[Quantized, Quantized, Tensor | None, torch.dtype]]:
     for m, n, k, a_rows, b_rows, dtype in (
-        *((4096, 7168, 2048, 1, 128, BF16), (4096, 7168, 2048, 1, 1, FP32)),
-        *((4096, 576, 10944, 1, 128, BF16), (4096, 576, 10944, 128, 1, FP32)),
-        *((4096, 2112, 7168, 128, 128, FP16), (300, 130, 130, 1, 128, BF16)),
-        *((300, 129, 1, 1, 1, FP32), (64, 576, 10944, 1, 128, BF16), (64, 7168, 2048, 1, 1, FP32)),
-        *((3, 130, 129, 128, 1, BF16), (1, 7168, 2048, 1, 128, BF16), (1, 1, 1, 1, 1, FP32)),
+        (4096, 7168, 2048, 1, 128, BF16),
+        (4096, 7168, 2048, 1, 1, FP32),
+        (4096, 576, 10944, 1, 128, BF16),
+        (4096, 576, 10944, 128, 1, FP32),
+        (4096, 2112, 7168, 128, 128, FP16),
+        (300, 130, 130, 1, 128, BF16),
+        (300, 129, 1, 1, 1, FP32),
+        (64, 576, 10944, 1, 128, BF16),
+        (64, 7168, 2048, 1, 1, FP32),
+        (3, 130, 129, 128, 1, BF16),
+        (1, 7168, 2048, 1, 128, BF16),
+        (1, 1, 1, 1, 1, FP32),
     ):
         yield cast_like(m, k, rows=a_rows), cast_like(n, k, rows=b_rows), None, dtype
     for m, n, k in ((4096, 7168, 2048), (3, 130, 129)):
@@ -106,7 +113,9 @@ def fprops() -> Iterator[tuple[Tile, torch.dtype, bool, int]]:
 @pytest.mark.parametrize(("tile", "dtype", "bias", "n"), [*fprops()], ids=lambda x: str(x)[:40])
 def test_grouped_fprop(tile: Tile, dtype: torch.dtype, bias: bool, n: int) -> None:
     a, b, out = (
-        *(cast_like(TOKENS, K), cast_like(EXPERTS, n, K, rows=128), like(TOKENS, n, dtype=dtype)),
+        cast_like(TOKENS, K),
+        cast_like(EXPERTS, n, K, rows=128),
+        like(TOKENS, n, dtype=dtype),
     )
     added = like(EXPERTS, n) if bias else None
     assert_fits(tile, compile_for_sm90(plan_grouped_gemm(a, b, OFFS, added, out, tile, 132)))

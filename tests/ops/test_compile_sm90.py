@@ -125,7 +125,9 @@ def finished_casts() -> Iterator[Case]:
         yield Case(partial(TRITON.transpose, x))
         yield Case(partial(TRITON.transpose, flipped))
     for shape, rows, dtype in (
-        *(((256, 512), 1, BF16), ((129, 130), 1, FP32), ((300, 576), 128, FP16)),
+        ((256, 512), 1, BF16),
+        ((129, 130), 1, FP32),
+        ((300, 576), 128, FP16),
         ((3, 129, 130), 128, BF16),
     ):
         yield Case(partial(TRITON.dequantize, cast_like(*shape, rows=rows), dtype))
@@ -135,7 +137,8 @@ def casts_by_groups() -> Iterator[Case]:
     for (dtype, k, experts, rowwise), square in product(
         [
             *product([BF16, FP32], [2048], [8], [True, False]),
-            *((FP16, 136, 256, True), (FP32, 130, 1000, True)),
+            (FP16, 136, 256, True),
+            (FP32, 130, 1000, True),
         ],
         [False, True],
     ):
@@ -214,21 +217,30 @@ def allowed_spills(launch: Launch) -> int:
 
 def producers() -> Iterator[Case]:
     variants: list[tuple[str, str, torch.dtype, tuple[int, int], Formats]] = [
-        *product(["gluon"], ["silu"], [BF16], [(4096, 14336), (302, 130)],
-                 [BOTH_FORMS, TWO_FORMATS, COLUMNWISE]),
+        *product(
+            ["gluon"],
+            ["silu"],
+            [BF16],
+            [(4096, 14336), (302, 130)],
+            [BOTH_FORMS, TWO_FORMATS, COLUMNWISE],
+        ),
         *product(["gluon"], ["gelu_tanh"], [BF16], [(302, 130)], [BOTH_FORMS, TWO_FORMATS]),
         ("gluon", "gelu_tanh", FP16, (302, 136), TWO_FORMATS),
         ("gluon", "silu", FP32, (300, 520), BOTH_FORMS),
         ("gluon", "gelu_tanh", FP32, (300, 576), TWO_FORMATS),
         ("gluon", "silu", BF16, (300, 576), POW2),
-        *product(["triton"], ["silu"], [BF16], [(4096, 14336)],
-                 [BOTH_FORMS, TWO_FORMATS, ROWWISE]),
-        *product(["triton"], ["gelu_tanh"], [BF16], [(129, 131)],
-                 [BOTH_FORMS, TWO_FORMATS, POW2, ROWWISE]),
+        *product(["triton"], ["silu"], [BF16], [(4096, 14336)], [BOTH_FORMS, TWO_FORMATS, ROWWISE]),
+        *product(
+            ["triton"],
+            ["gelu_tanh"],
+            [BF16],
+            [(129, 131)],
+            [BOTH_FORMS, TWO_FORMATS, POW2, ROWWISE],
+        ),
         ("triton", "gelu_tanh", FP16, (129, 136), TWO_FORMATS),
         ("triton", "gelu_tanh", FP32, (129, 136), BOTH_FORMS),
         ("triton", "silu", FP32, (300, 576), TWO_FORMATS),
-    ]  # fmt: skip
+    ]
     for name, activation, dtype, shape, formats in variants:
         sources = grad, gate, up = sources_of(shape, dtype)
         takes_three = name == "gluon" or dtype == BF16
@@ -259,9 +271,15 @@ def other_producers() -> Iterator[Case]:
 
 
 TABLE = (
-    casts_in_triton, casts_in_gluon, casts_of_stacks, finished_casts, casts_by_groups, passes,
-    producers, other_producers,
-)  # fmt: skip
+    casts_in_triton,
+    casts_in_gluon,
+    casts_of_stacks,
+    finished_casts,
+    casts_by_groups,
+    passes,
+    producers,
+    other_producers,
+)
 CASES = [(f"{cases.__name__} {i}", case) for cases in TABLE for i, case in enumerate(cases())]
 
 

@@ -115,7 +115,7 @@ def test_no_backward_without_gradients() -> None:
         return {e.kind for e in audit(model, TOKENS).entries}
 
     model = converted(Model())
-    assert kinds() == {*("fprop", "dgrad", "wgrad", "forward", "backward")}
+    assert kinds() == {"fprop", "dgrad", "wgrad", "forward", "backward"}
     for context in (torch.no_grad(), torch.inference_mode()):
         with context:
             assert len(audit(model, TOKENS).entries) == 5
@@ -142,9 +142,11 @@ class Output:
 @pytest.mark.parametrize(
     "wrap",
     [
-        *(lambda loss, y: Output(loss, y), lambda loss, y: {"loss": loss, "logits": y}),
+        lambda loss, y: Output(loss, y),
+        lambda loss, y: {"loss": loss, "logits": y},
         lambda loss, y: Output(None, loss),
-        *(lambda loss, y: {"loss": None, "logits": (loss, [3])}, lambda loss, y: (loss, TOKENS)),
+        lambda loss, y: {"loss": None, "logits": (loss, [3])},
+        lambda loss, y: (loss, TOKENS),
     ],
 )
 def test_backward_begins_at_the_loss(wrap: Callable[[Tensor, Tensor], Any]) -> None:

@@ -90,9 +90,12 @@ def test_grouped_products_in_fp8() -> None:
     """The contraction of wgrad is that of tokens, not of the blocks that they are cast in."""
     model, offs = MoE(), torch.tensor([3, 3, 50], dtype=torch.int32)
     sizes = [
-        *(("fprop", 50, 256, 128), ("fprop", 50, 128, 256)),
-        *(("dgrad", 50, 256, 128), ("wgrad", 128, 256, 50)),
-        *(("dgrad", 50, 128, 256), ("wgrad", 256, 128, 50)),
+        ("fprop", 50, 256, 128),
+        ("fprop", 50, 128, 256),
+        ("dgrad", 50, 256, 128),
+        ("wgrad", 128, 256, 50),
+        ("dgrad", 50, 128, 256),
+        ("wgrad", 256, 128, 50),
     ]
     report = audit(model, randn(50, 128, grad=True), offs)
     assert [(e.kind, e.m, e.n, e.k) for e in report.entries] == sizes
@@ -119,7 +122,8 @@ def test_attention_whose_values_have_another_size() -> None:
     flex = torch.ops.higher_order.flex_attention_backward  # takes the output's gradient later
     # scores and scores by values; scores again, and the gradients of q and k, of v and the scores
     for op, args, sizes in (
-        *((forward, (q, k, v), 16 + 32), (backward, (out, q, k, v), 3 * 16 + 2 * 32)),
+        (forward, (q, k, v), 16 + 32),
+        (backward, (out, q, k, v), 3 * 16 + 2 * 32),
         (flex, (q, k, v, out), 3 * 16 + 2 * 32),
     ):
         product = product_of(op, args, {}, out)
@@ -161,8 +165,11 @@ def test_flops_of_a_network_are_those_of_torchs_counter() -> None:
         model(x).square().sum().backward()
     assert report.flops == counter.get_total_flops()
     assert [(e.module, e.kind, e.m, e.n, e.k) for e in report.entries] == [
-        *(("0", "forward", 18, 8, 27), ("3", "forward", 2, 5, 72), ("3", "backward", 2, 72, 5)),
-        *(("3", "backward", 5, 72, 2), ("0", "backward", 18, 8, 27)),
+        ("0", "forward", 18, 8, 27),
+        ("3", "forward", 2, 5, 72),
+        ("3", "backward", 2, 72, 5),
+        ("3", "backward", 5, 72, 2),
+        ("0", "backward", 18, 8, 27),
     ]
     assert "\nFP8: 0.0% of FLOPs; fp32: * 100.0%\n" in str(report)
 
@@ -200,10 +207,12 @@ a note""",
 def test_layers_alike_are_one_line_with_the_share_of_all() -> None:
     report = AuditReport(
         (
-            *(entry("blocks.0.up", 10), entry("blocks.1.up", 10)),
+            entry("blocks.0.up", 10),
+            entry("blocks.1.up", 10),
             entry("blocks.1.up", 10, recomputed=True),
             entry("blocks.0.attn", 20, attention=True),
-            *(entry("blocks.1.attn", 20, attention=True), entry("a", 0)),
+            entry("blocks.1.attn", 20, attention=True),
+            entry("a", 0),
             entry("blocks.0.up", 30, reason="reads a view of blocks.0.w", weight="blocks.0.w"),
         )
     )

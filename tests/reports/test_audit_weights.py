@@ -120,9 +120,12 @@ def test_batched_products_of_a_parameter_are_no_attention() -> None:
     report = audit(Experts(), torch.randn(4, 16, 16))
     assert "  4 x (16 x 8 x 16)  " in str(report)
     assert [(e.kind, e.batch, e.m, e.n, e.k, e.attention) for e in report.entries] == [
-        *(("forward", 4, 16, 8, 16, False), ("forward", 4, 16, 16, 8, False)),
-        *(("forward", 4, 16, 16, 8, True), ("forward", 4, 16, 16, 16, True)),
+        ("forward", 4, 16, 8, 16, False),
+        ("forward", 4, 16, 16, 8, False),
+        ("forward", 4, 16, 16, 8, True),
+        ("forward", 4, 16, 16, 16, True),
         *[("backward", 4, 16, 16, 16, True)] * 2,
-        *(("backward", 4, 8, 16, 16, True), ("backward", 4, 16, 8, 16, True)),
+        ("backward", 4, 8, 16, 16, True),
+        ("backward", 4, 16, 8, 16, True),
         *[("backward", 4, 16, 8, 16, False)] * 2,
     ]

@@ -51,8 +51,11 @@ def sizes_of(experts: int, world: int) -> list[list[int]]:
 @on_ranks(2, 4)
 def test_experts_train_as_in_one_process(mesh: DeviceMesh, device: str) -> None:
     for experts, dtype, before in (
-        *((4, FLOAT, True), (4, torch.bfloat16, False), (3, FLOAT, False)),
-        *((6, FLOAT, True), (1, FLOAT, True)),
+        (4, FLOAT, True),
+        (4, torch.bfloat16, False),
+        (3, FLOAT, False),
+        (6, FLOAT, True),
+        (1, FLOAT, True),
     ):
         single = experts_of(experts, device=device, dtype=dtype)
         assert local_kinds(cut(copy.deepcopy(single), mesh)) == {Tensor}
@@ -147,8 +150,15 @@ def test_every_way_to_cut_a_stack(mesh: DeviceMesh, kind: type) -> None:
 
     rank = mesh.get_local_rank()
     for experts, dim, source in (
-        *((4, 0, 0), (4, 0, None), (3, 0, 0), (1, 0, 0), (1, 0, None), (2, 1, 0), (2, 1, None)),
-        *((2, 2, 0), (2, -1, None)),
+        (4, 0, 0),
+        (4, 0, None),
+        (3, 0, 0),
+        (1, 0, 0),
+        (1, 0, None),
+        (2, 1, 0),
+        (2, 1, None),
+        (2, 2, 0),
+        (2, -1, None),
     ):
         values = randn(experts, 512, 256, seed=1, dtype=FLOAT)
         parts = local_values(in_fp8(values)).chunk(2, dim)

@@ -101,8 +101,10 @@ def test_what_the_error_recommends(mesh: DeviceMesh) -> None:
     x, module = randn(8, K), linear(N, K, bias=True)
     wanted = step(module, x)
     for placement, take in (
-        *((Replicate(), DTensor.to_local), (Replicate(), DTensor.full_tensor)),
-        *((Shard(0), DTensor.full_tensor), (Shard(1), DTensor.full_tensor)),
+        (Replicate(), DTensor.to_local),
+        (Replicate(), DTensor.full_tensor),
+        (Shard(0), DTensor.full_tensor),
+        (Shard(1), DTensor.full_tensor),
     ):
         given = distribute_tensor(x, mesh, [placement])
         assert_equal(step(lambda x, take=take: module(take(x)), given, of=[module]), wanted)
@@ -112,9 +114,12 @@ def test_what_the_error_recommends(mesh: DeviceMesh) -> None:
 
 HALVES = _StridedShard(1, split_factor=2)
 CUTS: list[tuple[tuple[int, ...], tuple[int, ...], tuple[Any, ...], str | None]] = [
-    ((5, 130, 70), (4,), (Shard(0),), None), ((5, 130, 70), (4,), (Replicate(),), None),
-    ((5, 130, 70), (1,), (Shard(1),), None), ((2, 512, 70), (4,), (Shard(1),), None),
-    ((2, 100, 512), (2,), (Shard(-1),), None), ((2, 384, 70), (3,), (Shard(1),), None),
+    ((5, 130, 70), (4,), (Shard(0),), None),
+    ((5, 130, 70), (4,), (Replicate(),), None),
+    ((5, 130, 70), (1,), (Shard(1),), None),
+    ((2, 512, 70), (4,), (Shard(1),), None),
+    ((2, 100, 512), (2,), (Shard(-1),), None),
+    ((2, 384, 70), (3,), (Shard(1),), None),
     ((2, 512, 512), (2, 2), (Shard(1), Shard(2)), None),
     ((2, 512, 70), (2, 2), (Shard(1), Shard(1)), None),
     ((2, 512, 70), (2,), (HALVES,), None),
@@ -124,10 +129,14 @@ CUTS: list[tuple[tuple[int, ...], tuple[int, ...], tuple[Any, ...], str | None]]
     ((2, 100, 384), (2,), (Shard(-1),), "into parts of 192, inside"),
     ((2, 256, 70), (2, 2), (Shard(1), Shard(1)), "into parts of 64, inside"),
     ((2, 256, 70), (2,), (HALVES,), "into parts of 64, inside"),
-    ((2, 128, 128), (2,), (Partial(),),
-     "a stack [2, 128, 128] with the placement P(sum): expected Shard(dim) or Replicate(), or "
-     "leave the stack unconverted (skip=[...])"),
-]  # fmt: skip
+    (
+        (2, 128, 128),
+        (2,),
+        (Partial(),),
+        "a stack [2, 128, 128] with the placement P(sum): expected Shard(dim) or Replicate(), or "
+        "leave the stack unconverted (skip=[...])",
+    ),
+]
 
 
 @pytest.mark.parametrize(("shape", "sizes", "placements", "refused"), CUTS)

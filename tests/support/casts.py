@@ -49,7 +49,10 @@ MIXED = (BLOCKS_1X128, BLOCKS_128X128), (BLOCKS_1X128_POW2, BLOCKS_128X128_POW2)
 ROWWISE, SQUARE = (Way("quantize_rowwise", *blocks) for blocks in (ROWS, SQUARES))
 BOTH = Way("quantize_both", *ROWS)
 GLUON_WAYS = (
-    *(Way("quantize_columnwise", *ROWS), BOTH, SQUARE, Way("quantize_columnwise", *SQUARES)),
+    Way("quantize_columnwise", *ROWS),
+    BOTH,
+    SQUARE,
+    Way("quantize_columnwise", *SQUARES),
     Way("quantize_both", *MIXED),
 )
 """The ways that have a Gluon kernel."""
@@ -81,8 +84,12 @@ def gluon_takes(x: Tensor, *formats: BlockFormat) -> bool:
 
 Formats = tuple[BlockFormat | None, BlockFormat | None]
 FORMATS: tuple[Formats, ...] = (
-    *((BLOCKS_1X128, BLOCKS_1X128), (BLOCKS_1X128, BLOCKS_128X128), (None, BLOCKS_1X128)),
-    *((None, BLOCKS_128X128), (BLOCKS_1X128, None), (BLOCKS_1X128_POW2, BLOCKS_1X128_POW2)),
+    (BLOCKS_1X128, BLOCKS_1X128),
+    (BLOCKS_1X128, BLOCKS_128X128),
+    (None, BLOCKS_1X128),
+    (None, BLOCKS_128X128),
+    (BLOCKS_1X128, None),
+    (BLOCKS_1X128_POW2, BLOCKS_1X128_POW2),
     (BLOCKS_1X128_POW2, formats.BLOCKS_128X128_POW2),
 )
 SIZES = (0, 1, 127, 128, 129, 130, 136, 256, 300, 512, 576, 1096, 10944)

@@ -83,9 +83,12 @@ errors: list[BaseException] = []
 
 
 @ctypes.CFUNCTYPE(
-    ctypes.c_int, ctypes.POINTER(Config), ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p),
+    ctypes.c_int,
+    ctypes.POINTER(Config),
     ctypes.c_void_p,
-)  # fmt: skip
+    ctypes.POINTER(ctypes.c_void_p),
+    ctypes.c_void_p,
+)
 def launch_kernel(config: Any, function: int, parameters: Any, _: Any) -> int:
     try:
         FUNCTIONS[function](config.contents, parameters)
@@ -96,10 +99,15 @@ def launch_kernel(config: Any, function: int, parameters: Any, _: Any) -> int:
 
 
 @ctypes.CFUNCTYPE(
-    ctypes.c_int, ctypes.POINTER(Map), ctypes.c_int, ctypes.c_uint, ctypes.c_uint64,
-    *[ctypes.POINTER(ctypes.c_uint64)] * 2, *[ctypes.POINTER(ctypes.c_uint)] * 2,
+    ctypes.c_int,
+    ctypes.POINTER(Map),
+    ctypes.c_int,
+    ctypes.c_uint,
+    ctypes.c_uint64,
+    *[ctypes.POINTER(ctypes.c_uint64)] * 2,
+    *[ctypes.POINTER(ctypes.c_uint)] * 2,
     *[ctypes.c_int] * 4,
-)  # fmt: skip
+)
 def encode_map(
     made: Any, dtype: int, rank: int, address: int, sizes: Any, _: Any, box: Any, ones: Any,
     interleave: int, swizzle: int, promotion: int, fill: int,

@@ -163,7 +163,10 @@ Check = Callable[[Any, Blocks, Generator], None]
 """``check(module, blocks, rng)``."""
 
 OF_EVERY_TILE: tuple[Check, ...] = (
-    *(check_promotion, check_scales_per_block, check_bad_blocks, check_determinism),
+    check_promotion,
+    check_scales_per_block,
+    check_bad_blocks,
+    check_determinism,
 )
 CHECKS = (*OF_EVERY_TILE, check_stream, check_views)
 """The contract of every GEMM backend."""

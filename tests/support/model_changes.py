@@ -173,10 +173,14 @@ CHANGES: dict[str, tuple[tuple[type[nn.Module], ...], Callable[[Model, str], Any
     "train": (_ANY, lambda model, name: model.get_submodule(name).train()),
     "eval": (_ANY, lambda model, name: model.get_submodule(name).eval()),
     "forward hook": (_ANY, _register("register_forward_hook", partial(_scale, 1.5, -1))),
-    "prehook": (_ANY, _register("register_forward_pre_hook",
-                                partial(_scale, 0.75, slice(1, None)), with_kwargs=True)),
+    "prehook": (
+        _ANY,
+        _register(
+            "register_forward_pre_hook", partial(_scale, 0.75, slice(1, None)), with_kwargs=True
+        ),
+    ),
     "backward hook": (_ANY, _register("register_full_backward_hook", partial(_scale, 3, 1))),
     "tensor hook": (_ANY, _register("register_hook", partial(_scale, 5, -1))),
     "accumulated hook": (_ANY, _register("register_post_accumulate_grad_hook", _scale_grad)),
-}  # fmt: skip
+}
 """By name: the classes of modules that a change applies to, and the change (hooks: a handle)."""

@@ -21,8 +21,15 @@ from tests.support.model_changes import CHANGES, CLASS_FORWARDS, Model, layers
 from tests.support.models import SQUARE, randn
 from tests.support.moe_models import GroupedExperts
 
-_RECIPES = (None, None, Recipe(), Recipe(scale="power_of_two"), Recipe(cache_weight=False),
-            Recipe.deepseek(), Recipe(wgrad_input="high_precision"))  # fmt: skip
+_RECIPES = (
+    None,
+    None,
+    Recipe(),
+    Recipe(scale="power_of_two"),
+    Recipe(cache_weight=False),
+    Recipe.deepseek(),
+    Recipe(wgrad_input="high_precision"),
+)
 
 
 class Expected(NamedTuple):

@@ -104,14 +104,16 @@ def transformers_moe(kind: str, implementation: str = "grouped_mm", **options: A
         "qwen3": ("Qwen3Moe", {"num_experts": 4, "head_dim": 64}),
         "mixtral": ("Mixtral", {"num_local_experts": 4}),
         "deepseek": (
-            "DeepseekV3", {**routed, **low_rank, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16}
+            "DeepseekV3",
+            {**routed, **low_rank, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16},
         ),
         "glm4": ("Glm4Moe", {**routed, "head_dim": 64}),
         "gpt_oss": ("GptOss", {"num_local_experts": 4, "head_dim": 64}),
         "llama4": (
-            "Llama4", {"num_local_experts": 4, "head_dim": 64, "intermediate_size_mlp": 128}
+            "Llama4",
+            {"num_local_experts": 4, "head_dim": 64, "intermediate_size_mlp": 128},
         ),
-    }[kind]  # fmt: skip
+    }[kind]
     config = getattr(transformers, f"{name}TextConfig" if kind == "llama4" else f"{name}Config")
     common = {
         **{"hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 128},

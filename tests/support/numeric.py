@@ -144,8 +144,15 @@ def values(kind: str, rows: int, cols: int, dtype: torch.dtype, rng: Generator) 
 
 
 VIEWS = (
-    *("contiguous", "columns", "transposed", "sliced", "stepped"),
-    *("one row", "one column", "one number", "overlapping"),
+    "contiguous",
+    "columns",
+    "transposed",
+    "sliced",
+    "stepped",
+    "one row",
+    "one column",
+    "one number",
+    "overlapping",
 )
 
 

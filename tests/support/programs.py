@@ -90,9 +90,15 @@ class Layer(nn.Module):
         if self.kind == "gated":
             gate, up, down = self.linears
             return functional.gated_mlp(
-                x, gate.weight, up.weight, down.weight, bias_gate=gate.bias, bias_up=up.bias,
-                bias_down=down.bias, activation=self.activation,
-            )  # fmt: skip
+                x,
+                gate.weight,
+                up.weight,
+                down.weight,
+                bias_gate=gate.bias,
+                bias_up=up.bias,
+                bias_down=down.bias,
+                activation=self.activation,
+            )
         rows = x.reshape(-1, x.shape[-1])
         offs = torch.tensor(sizes, device=x.device).cumsum(0, dtype=torch.int32)
         if self.kind == "grouped":

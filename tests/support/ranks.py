@@ -32,7 +32,10 @@ TIMEOUT = 240.0
 
 # Of torch alone: the server of processes may find another blocktensor than the tests do.
 _IMPORTED_ONCE = [
-    *("torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict", "pytest", "triton"),
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint.state_dict",
+    "pytest",
+    "triton",
     "torch._dynamo",  # which every optimizer imports, in seconds
 ]
 _HEAP = re.compile(r"^(malloc|free|realloc|calloc)\(\): |^corrupted |^double free", re.MULTILINE)

@@ -215,7 +215,8 @@ class Wire(TorchDispatchMode):
             sent = args[0] if isinstance(args[0], list) else [args[0]]
             self.collectives.append((name, nbytes(sent)))
             for part, seen in (
-                *(("gather", self.gathered), ("all_reduce", self.reduced)),
+                ("gather", self.gathered),
+                ("all_reduce", self.reduced),
                 ("reduce_scatter_tensor", self.scattered),
             ):
                 seen += sent if part in name else []

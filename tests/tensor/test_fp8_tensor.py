@@ -114,9 +114,11 @@ def test_dequantize_gives_the_values_of_either_form(
 @pytest.mark.parametrize(
     "x",
     [
-        *(quantized(5, 200), quantized(2, 3, 200, columnwise=False)),
+        quantized(5, 200),
+        quantized(2, 3, 200, columnwise=False),
         quantized(200, 300, block=SQUARE, recipe=POWER_OF_TWO),
-        *(quantized(200, 300, block=SQUARE).t(), quantized(3, 200, 130, block=SQUARE)),
+        quantized(200, 300, block=SQUARE).t(),
+        quantized(3, 200, 130, block=SQUARE),
     ],
     ids=["both", "rowwise only", "square", "transposed", "stack"],
 )
@@ -132,7 +134,8 @@ def test_flatten_and_unflatten(x: BlockwiseFP8Tensor) -> None:
 
 def test_repr() -> None:
     shown = [
-        *(quantized(5, 200), quantized(2, 3, 200, columnwise=False).requires_grad_()),
+        quantized(5, 200),
+        quantized(2, 3, 200, columnwise=False).requires_grad_(),
         quantized(200, 300, block=SQUARE, recipe=POWER_OF_TWO).t(),
         nn.Parameter(quantized(3, 200, 130, block=SQUARE)),
         *(blocktensor.quantize(randn(3, 200), recipe) for recipe in (FP32_SCALES, HIGH)),

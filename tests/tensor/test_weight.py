@@ -136,9 +136,16 @@ def test_a_weight_that_is_read_as_another_is_written_has_not_changed(write: str)
 def test_what_the_keys_of_compile_caches_tell_apart() -> None:
     w, frozen = (linear(N, K, frozen=i == 1).weight for i in range(2))
     different = [
-        *(w, w.detach(), w.t(), w[:64], frozen, frozen.t()),
-        *(quantized(N, K), quantized(N, K, columnwise=False)),
-        *(linear(N, K, dtype=torch.float16).weight, linear(N, K, recipe=POWER_OF_TWO).weight),
+        w,
+        w.detach(),
+        w.t(),
+        w[:64],
+        frozen,
+        frozen.t(),
+        quantized(N, K),
+        quantized(N, K, columnwise=False),
+        linear(N, K, dtype=torch.float16).weight,
+        linear(N, K, recipe=POWER_OF_TWO).weight,
     ]
     keys = [x._stable_hash_for_caching() for x in different]
     assert len(set(keys)) == len(keys)

@@ -93,8 +93,12 @@ def _gluon_declines(problem: CastProblem) -> str | None:
     return None if fits else "uses 32-bit offsets inside a block"
 
 
-_TRITON = ("cast.triton_cast", "cast.triton_cast:casts", "cast.triton_transpose",
-           "cast.triton_128x128")  # fmt: skip
+_TRITON = (
+    "cast.triton_cast",
+    "cast.triton_cast:casts",
+    "cast.triton_transpose",
+    "cast.triton_128x128",
+)
 _GLUON = "cast.gluon_128x128", "cast.gluon_columnwise:casts"
 # Rowwise casts of 1x128 blocks, transposes, dequantize and casts of parts gain nothing in Gluon.
 

@@ -88,9 +88,7 @@ def amax_and_scale(w, DTYPE: gl.constexpr, METHOD: gl.constexpr, POWER_OF_TWO: g
 
 
 @gluon.jit
-def divided(
-    w, amax, scale, DTYPE: gl.constexpr, METHOD: gl.constexpr, POWER_OF_TWO: gl.constexpr
-):  # fmt: skip
+def divided(w, amax, scale, DTYPE: gl.constexpr, METHOD: gl.constexpr, POWER_OF_TWO: gl.constexpr):
     """Return the words of one block, r and e as ``bytes_by_row`` takes them."""
     pre, r, e = divisor(amax, scale, METHOD, POWER_OF_TWO)
     if DTYPE != gl.float16 and not POWER_OF_TWO:
@@ -101,10 +99,16 @@ def divided(
 
 @gluon.jit(
     do_not_specialize=[
-        "rows", "cols", "stride_e", "stride_n", "blocks_n", "blocks_k", "row_scale_ld",
+        "rows",
+        "cols",
+        "stride_e",
+        "stride_n",
+        "blocks_n",
+        "blocks_k",
+        "row_scale_ld",
         "col_scale_ld",
     ]
-)  # fmt: skip
+)
 def cast_128x128_kernel(
     w_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, rows, cols, stride_e, stride_n, blocks_n,
     blocks_k, row_scale_ld, col_scale_ld, POWER_OF_TWO: gl.constexpr, METHOD: gl.constexpr,

@@ -31,10 +31,19 @@ def _rows_of_block(block, offs_ptr, groups, tokens, GROUPS: gl.constexpr):
 
 @gluon.jit(
     do_not_specialize=[
-        "rows", "cols", "stride_m", "row_scale_ld", "col_scale_ld", "blocks_k", "groups", "tokens",
-        "col_blocks", "y_stride_m", "z_stride_m",
+        "rows",
+        "cols",
+        "stride_m",
+        "row_scale_ld",
+        "col_scale_ld",
+        "blocks_k",
+        "groups",
+        "tokens",
+        "col_blocks",
+        "y_stride_m",
+        "z_stride_m",
     ]
-)  # fmt: skip
+)
 def cast_columnwise_kernel(
     x_ptr, row_ptr, row_scale_ptr, col_ptr, col_scale_ptr, rows, cols, stride_m, row_scale_ld,
     col_scale_ld, blocks_k, offs_ptr, groups, tokens, col_blocks, y_ptr, z_ptr,

@@ -40,9 +40,14 @@ def _share(values):
 
 @gluon.jit
 def _share_divisors(
-    partial, COUNT: gl.constexpr, DTYPE: gl.constexpr, scale_ptr, left,
-    METHOD: gl.constexpr, POWER_OF_TWO: gl.constexpr,
-):  # fmt: skip
+    partial,
+    COUNT: gl.constexpr,
+    DTYPE: gl.constexpr,
+    scale_ptr,
+    left,
+    METHOD: gl.constexpr,
+    POWER_OF_TWO: gl.constexpr,
+):
     # Reduces partial maxima [COUNT, 128] of 128 blocks, and stores the scales of the first `left`.
     # Returns the divisors (pre, r, e) in shared memory, and in registers pre and the maxima.
     STACKED: gl.constexpr = gl.BlockedLayout([COUNT, 1], [1, 32], [1, gl.num_warps()], [1, 0])
@@ -113,17 +118,24 @@ def cast_tile(
 
     if not SQUARE:
         col_pre, col_r, col_e, pre, _ = _share_divisors(
-            reinterpret(col_partial, PARTIAL, [DOWN, 128], ROW_MAJOR), DOWN, DTYPE,
+            reinterpret(col_partial, PARTIAL, [DOWN, 128], ROW_MAJOR),
+            DOWN,
+            DTYPE,
             col_scale_ptr + tile_m.to(gl.int64) * col_scale_ld + first_k,
             gl.where(col_left > 0, words_left * PER_WORD, 0) if GROUPS else words_left * PER_WORD,
-            METHOD, POWER_OF_TWO,
-        )  # fmt: skip
+            METHOD,
+            POWER_OF_TWO,
+        )
     if ROWWISE:
         row_pre, row_r, row_e, pre_of_rows, amax_of_rows = _share_divisors(
-            row_partial, ACROSS, DTYPE,
-            row_scale_ptr + tile_k.to(gl.int64) * row_scale_ld + first_m, rows_left,
-            METHOD, POWER_OF_TWO,
-        )  # fmt: skip
+            row_partial,
+            ACROSS,
+            DTYPE,
+            row_scale_ptr + tile_k.to(gl.int64) * row_scale_ld + first_m,
+            rows_left,
+            METHOD,
+            POWER_OF_TWO,
+        )
         pre = pre_of_rows if SQUARE else gl.maximum(pre, pre_of_rows)
     MAYBE_TINY: gl.constexpr = DTYPE != gl.float16 and not POWER_OF_TWO
     if SQUARE:

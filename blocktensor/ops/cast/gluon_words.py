@@ -130,9 +130,13 @@ def bytes_by_column(words, r, e, METHOD: gl.constexpr, DTYPE: gl.constexpr):
     else:
         PTX: gl.constexpr = _cast_ptx(DTYPE, METHOD, False)
         return gl.inline_asm_elementwise(
-            PTX[0], PTX[1], [words, r[0], r[1], e[0], e[1]], dtype=(gl.int8, gl.int8),
-            is_pure=True, pack=4,
-        )  # fmt: skip
+            PTX[0],
+            PTX[1],
+            [words, r[0], r[1], e[0], e[1]],
+            dtype=(gl.int8, gl.int8),
+            is_pure=True,
+            pack=4,
+        )
 
 
 @gluon.jit
@@ -156,8 +160,12 @@ def times(words, by, DTYPE: gl.constexpr):
     else:
         return gl.inline_asm_elementwise(
             "{.reg .b32 by; cvt.rn.bf16x2.f32 by, $3, $2; mul.rn.bf16x2 $0, $1, by;}",
-            "=r,r,f,f", [words, by[0], by[1]], dtype=gl.int32, is_pure=True, pack=1,
-        )  # fmt: skip
+            "=r,r,f,f",
+            [words, by[0], by[1]],
+            dtype=gl.int32,
+            is_pure=True,
+            pack=1,
+        )
 
 
 @gluon.jit

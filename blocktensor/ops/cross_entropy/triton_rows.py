@@ -18,9 +18,16 @@ _ROWS = 1024
 
 @triton.jit(do_not_specialize=["ignore_index"])
 def cross_entropy_kernel(
-    logits_ptr, target_ptr, total_ptr, losses_ptr, cols, stride, ignore_index, COLS: tl.constexpr,
+    logits_ptr,
+    target_ptr,
+    total_ptr,
+    losses_ptr,
+    cols,
+    stride,
+    ignore_index,
+    COLS: tl.constexpr,
     TOTAL: tl.constexpr,
-):  # fmt: skip
+):
     # One program: the loss of a row by a running maximum, then the gradient over the logits.
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride
@@ -90,7 +97,10 @@ def loss_and_gradient_(
         {"num_warps": 8, "enable_fp_fusion": True},
     )()
     Launch(
-        sum_losses_kernel, (1,), (losses, given, made, rows), {"ROWS": _ROWS, **has_total},
+        sum_losses_kernel,
+        (1,),
+        (losses, given, made, rows),
+        {"ROWS": _ROWS, **has_total},
         {"num_warps": 4, "enable_fp_fusion": True},
-    )()  # fmt: skip
+    )()
     return made

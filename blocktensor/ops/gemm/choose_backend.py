@@ -161,15 +161,22 @@ GEMM_BACKENDS: tuple[GemmBackend, ...] = (
         "gluon", ("gemm.hopper.launch",), gluon_unusable, _gluon_declines, _gluon_yields, _gluon_why
     ),
     Backend(
-        "cublas", ("gemm.cublas",), _cublas_unusable, _cublas_declines,
-        why=lambda _: "takes this shape", launches=False,
+        "cublas",
+        ("gemm.cublas",),
+        _cublas_unusable,
+        _cublas_declines,
+        why=lambda _: "takes this shape",
+        launches=False,
     ),
     Backend(
-        "triton", ("gemm.triton_gemm",), lacks_triton, _triton_declines,
+        "triton",
+        ("gemm.triton_gemm",),
+        lacks_triton,
+        _triton_declines,
         why=lambda _: "takes any shape",
     ),
     Backend("reference", ("reference",), why=lambda _: "runs on any device", launches=False),
-)  # fmt: skip
+)
 """In order of preference; the reference takes every problem."""
 
 

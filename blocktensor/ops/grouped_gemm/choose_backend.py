@@ -100,11 +100,14 @@ GROUPED_BACKENDS: tuple[Backend[GroupedProblem], ...] = (
         "gluon", ("grouped_gemm.hopper_launch",), _gluon_unusable, _gluon_declines, why=_gluon_why
     ),
     Backend(
-        "triton", ("grouped_gemm.triton_gemm",), lacks_triton, _triton_declines,
+        "triton",
+        ("grouped_gemm.triton_gemm",),
+        lacks_triton,
+        _triton_declines,
         why=lambda _: "takes any shape",
     ),
     Backend("reference", ("reference",), why=lambda _: "runs on any device", launches=False),
-)  # fmt: skip
+)
 """In order of preference; the reference takes every problem."""
 
 _OF_MATRICES_ONLY = {b.name for b in GEMM_BACKENDS} - {b.name for b in GROUPED_BACKENDS}

@@ -98,9 +98,19 @@ def _next_group(at, work, OUT: gl.constexpr, T: gl.constexpr):
 
 @gluon.jit
 def _load_blocks(
-    stages, maps, stage, phase, operands, first, blocks, at, item, work, OUT: gl.constexpr,
+    stages,
+    maps,
+    stage,
+    phase,
+    operands,
+    first,
+    blocks,
+    at,
+    item,
+    work,
+    OUT: gl.constexpr,
     T: gl.constexpr,
-):  # fmt: skip
+):
     # Loads k blocks `first` and following, in order.
     # Looks for the group of the next item in between, one group a block: between two items it takes
     # longer than consumers are busy with what is loaded, if the groups are small. In wgrad they are
@@ -124,9 +134,11 @@ def _load_blocks(
         async_load(a_scale_map, [a_scale_at + k * a_scale_ld], bar, a_scale_s.index(stage))
         for i in gl.static_range(A_COPIES):
             async_load(
-                a_map, [a_row + i * T.a_rows, (first + k) * 128], bar,
+                a_map,
+                [a_row + i * T.a_rows, (first + k) * 128],
+                bar,
                 a_s.index(stage * A_COPIES + i),
-            )  # fmt: skip
+            )
         async_load(b_map, [b_row, (first + k) * 128], bar, b_s.index(stage))
         if OUT.cuts_rows:
             if _is_behind(at, item, work, OUT, T):

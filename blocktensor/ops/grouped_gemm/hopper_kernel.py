@@ -55,9 +55,18 @@ def _store(acc, items, slot, target, N, WG: gl.constexpr, OUT: gl.constexpr, T: 
     of_item = (out, out_ptr, out_ld, out_s, bias, biased)
     for wave in gl.static_range(WAVES):
         store_wave(
-            acc[wave * PARTS : (wave + 1) * PARTS], of_item, row + wave * 64, col, begin, end, N,
-            wave, WG, OUT, T,
-        )  # fmt: skip
+            acc[wave * PARTS : (wave + 1) * PARTS],
+            of_item,
+            row + wave * 64,
+            col,
+            begin,
+            end,
+            N,
+            wave,
+            WG,
+            OUT,
+            T,
+        )
 
 
 @gluon.jit
@@ -152,10 +161,18 @@ def _consume(stages, items, target, N, WG: gl.constexpr, OUT: gl.constexpr, T: g
 
 @gluon.jit(
     do_not_specialize=[
-        "tokens", "expert_rows", "N", "groups", "tiles_m", "tiles_n", "blocks_k", "blocks_n",
-        "a_scale_ld", "b_scale_ld",
+        "tokens",
+        "expert_rows",
+        "N",
+        "groups",
+        "tiles_m",
+        "tiles_n",
+        "blocks_k",
+        "blocks_n",
+        "a_scale_ld",
+        "b_scale_ld",
     ]
-)  # fmt: skip
+)
 def grouped_kernel(
     a_map, a_scale_map, b_map, b_scale_map, out, out_ptr, bias, offs, tokens, expert_rows, N,
     groups, tiles_m, tiles_n, blocks_k, blocks_n, a_scale_ld, b_scale_ld, out_ld,
@@ -169,20 +186,32 @@ def grouped_kernel(
     work = (offs, groups, tokens, expert_rows, tiles_m, tiles_n, blocks_k, blocks_n)
     target = (out, out_ptr, out_ld, out_s, bias)
     if T.warpgroups == 1:
-        gl.warp_specialize([
-            (_consume, (stages, items, target, N, 0, OUT, T)),
-            (_produce, (stages, items, maps, work, OUT, T)),
-        ], [1], [24])  # fmt: skip
+        gl.warp_specialize(
+            [
+                (_consume, (stages, items, target, N, 0, OUT, T)),
+                (_produce, (stages, items, maps, work, OUT, T)),
+            ],
+            [1],
+            [24],
+        )
     elif T.warpgroups == 2:
-        gl.warp_specialize([
-            (_consume, (stages, items, target, N, 0, OUT, T)),
-            (_consume, (stages, items, target, N, 1, OUT, T)),
-            (_produce, (stages, items, maps, work, OUT, T)),
-        ], [4, 1], [T.registers, 24])  # fmt: skip
+        gl.warp_specialize(
+            [
+                (_consume, (stages, items, target, N, 0, OUT, T)),
+                (_consume, (stages, items, target, N, 1, OUT, T)),
+                (_produce, (stages, items, maps, work, OUT, T)),
+            ],
+            [4, 1],
+            [T.registers, 24],
+        )
     else:
-        gl.warp_specialize([
-            (_consume, (stages, items, target, N, 0, OUT, T)),
-            (_consume, (stages, items, target, N, 1, OUT, T)),
-            (_consume, (stages, items, target, N, 2, OUT, T)),
-            (_produce, (stages, items, maps, work, OUT, T)),
-        ], [4, 4, 1], [T.registers, T.registers, 32])  # fmt: skip
+        gl.warp_specialize(
+            [
+                (_consume, (stages, items, target, N, 0, OUT, T)),
+                (_consume, (stages, items, target, N, 1, OUT, T)),
+                (_consume, (stages, items, target, N, 2, OUT, T)),
+                (_produce, (stages, items, maps, work, OUT, T)),
+            ],
+            [4, 4, 1],
+            [T.registers, T.registers, 32],
+        )

@@ -40,9 +40,17 @@ def _decide_gemm(
     if 0 in (rows, n, *rest):
         return _empty
     problem = GroupedProblem(
-        "gemm", rows, n, k, experts, a.format, b.format, out_dtype, a.data.device,
+        "gemm",
+        rows,
+        n,
+        k,
+        experts,
+        a.format,
+        b.format,
+        out_dtype,
+        a.data.device,
         None if bias is None else bias.dtype,
-    )  # fmt: skip
+    )
     run = runner(choose_grouped(problem).backend, "grouped_gemm")
     if b.data.is_contiguous():
         return run

@@ -20,9 +20,17 @@ from ..scale_layouts import in_vectors
 
 @triton.jit
 def _contract(
-    a_ptrs, a_scale_ptrs, b_ptrs, b_scale_ptrs, a_scale_stride_k, b_scale_stride_k, blocks, K,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr,
-):  # fmt: skip
+    a_ptrs,
+    a_scale_ptrs,
+    b_ptrs,
+    b_scale_ptrs,
+    a_scale_stride_k,
+    b_scale_stride_k,
+    blocks,
+    K,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+):
     # The fp32 sum over `blocks` k blocks, of K columns in all; each is scaled before it is added.
     k = tl.arange(0, 128)
     acc = tl.zeros((TILE_M, TILE_N), tl.float32)
@@ -64,8 +72,13 @@ def grouped_gemm_kernel(
         a_scale_ptr + am * a_scale_stride_m,
         b_ptr + expert * b_stride_e + bn[None, :] * K + k[:, None],
         b_scale_ptr + expert * b_scale_stride_e + bn // 128 * b_scale_stride_n,
-        a_scale_stride_k, b_scale_stride_k, tl.where(has_group, blocks_k, 0), K, 128, TILE_N,
-    )  # fmt: skip
+        a_scale_stride_k,
+        b_scale_stride_k,
+        tl.where(has_group, blocks_k, 0),
+        K,
+        128,
+        TILE_N,
+    )
     if HAS_BIAS:
         bias = tl.load(bias_ptr + expert * N + bn).to(tl.float32)
         acc += tl.where(has_group, bias, 0.0)[None, :]
@@ -102,8 +115,13 @@ def grouped_wgrad_kernel(
         a_scale_ptr + am // A_ROWS * a_scale_stride_n + at * a_scale_stride_k,
         b_ptr + bn[None, :] * P + at * 128 + k[:, None],
         b_scale_ptr + bn // B_ROWS * b_scale_stride_n + at * b_scale_stride_k,
-        a_scale_stride_k, b_scale_stride_k, blocks, blocks * 128, TILE, TILE,
-    )  # fmt: skip
+        a_scale_stride_k,
+        b_scale_stride_k,
+        blocks,
+        blocks * 128,
+        TILE,
+        TILE,
+    )
     place = out_ptr + (tl.cast(expert, tl.int64) * N + rows)[:, None] * K + cols[None, :]
     inside = (rows < N)[:, None] & (cols < K)[None, :]
     tl.store(place, acc.to(out_ptr.dtype.element_ty), mask=inside)

@@ -46,9 +46,17 @@ def norm_squares_kernel(x_ptr, out_ptr, rows, cols, stride, ROWS: tl.constexpr, 
 
 @triton.jit
 def norm_values_kernel(
-    x_ptr, rstd_ptr, weight_ptr, out_ptr, rows, cols, stride, KIND: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    rstd_ptr,
+    weight_ptr,
+    out_ptr,
+    rows,
+    cols,
+    stride,
+    KIND: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):
     # reference.normalize
     r, c, inside = _tile(rows, cols, ROWS, COLS)
     x = tl.load(x_ptr + r * stride + c, mask=inside, other=0.0)
@@ -129,12 +137,21 @@ def gradient_terms(
     terms = torch.empty(x.shape, dtype=dtype, device=x.device) if of_weight else None
     _launch(
         norm_terms_kernel,
-        (grad, x, rstd, weight, out, out if terms is None else terms, *x.shape, grad.stride(0),
-         x.stride(0)),
+        (
+            grad,
+            x,
+            rstd,
+            weight,
+            out,
+            out if terms is None else terms,
+            *x.shape,
+            grad.stride(0),
+            x.stride(0),
+        ),
         x,
         KIND=kind,
         OF_WEIGHT=of_weight,
-    )  # fmt: skip
+    )
     return out, terms
 
 

@@ -78,9 +78,10 @@ def gated(
     lambda grad, gate, up, _, row, col, *rest: _backend(row, col, grad, gate, up),
     check=lambda grad, gate, up, _, row, col, offs, *rest: _check(row, offs, gate, up, grad),
     formats=lambda grad, gate, up, _, row, col, offs, of_up: (
-        (row, col), (row, col) if of_up else (None, None),
+        (row, col),
+        (row, col) if of_up else (None, None),
     ),
-)  # fmt: skip
+)
 def gated_backward(
     grad: Tensor,
     gate: Tensor,

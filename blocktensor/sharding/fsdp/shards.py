@@ -25,17 +25,28 @@ _SHARD_OPS: dict[Any, Callable[..., Any]] = {}
 """The ops of FP8Shard below autograd; all others act on the rows."""
 
 _PRODUCTS = {
-    *(F.linear, torch.mm, torch.matmul, torch.addmm),
-    *(Tensor.mm, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__, Tensor.addmm),
+    F.linear,
+    torch.mm,
+    torch.matmul,
+    torch.addmm,
+    Tensor.mm,
+    Tensor.matmul,
+    Tensor.__matmul__,
+    Tensor.__rmatmul__,
+    Tensor.addmm,
 }
 
 _ALIASES = {aten.detach.default, aten.alias.default}
 """Ops whose result is the same rows, as another object."""
 
 _COPIES = {
-    *(aten.new_zeros.default, aten.slice.Tensor),  # for FSDP's padded shard and its rows
-    *(aten.empty_like.default, aten.new_empty.default, aten.clone.default),  # for copies
-    *(aten._to_copy.default, aten._pin_memory.default),  # for moves
+    aten.new_zeros.default,
+    aten.slice.Tensor,  # for FSDP's padded shard and its rows
+    aten.empty_like.default,
+    aten.new_empty.default,
+    aten.clone.default,  # for copies
+    aten._to_copy.default,
+    aten._pin_memory.default,  # for moves
 }
 """Ops whose result is a shard with other rows."""
 
@@ -115,8 +126,13 @@ def _alias(func: Any, shard: FP8Shard) -> FP8Shard:
 
 @implements(
     _SHARD_OPS,
-    *(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default),
-    *(aten.mv.default, aten.linear.default, aten._grouped_mm.default),
+    aten.mm.default,
+    aten.addmm.default,
+    aten.bmm.default,
+    aten.baddbmm.default,
+    aten.mv.default,
+    aten.linear.default,
+    aten._grouped_mm.default,
 )
 def _refuse_product(func: Any, *args: Any, **kwargs: Any) -> NoReturn:
     raise NotImplementedError(
@@ -126,9 +142,14 @@ def _refuse_product(func: Any, *args: Any, **kwargs: Any) -> NoReturn:
 
 
 _ON_BYTES = {
-    *(aten.new_zeros.default, aten.slice.Tensor, aten.view.default, aten._to_copy.default),
-    *(aten._pin_memory.default, aten.empty_like.default, aten.clone.default),
-    *(aten.is_pinned.default,),
+    aten.new_zeros.default,
+    aten.slice.Tensor,
+    aten.view.default,
+    aten._to_copy.default,
+    aten._pin_memory.default,
+    aten.empty_like.default,
+    aten.clone.default,
+    aten.is_pinned.default,
     aten.new_empty.default,  # what ranks hold if a weight has fewer rows, or experts, than ranks
     *_ALIASES,
 }

@@ -175,9 +175,14 @@ def _clone(func: Any, x: BlockwiseFP8Tensor, *, memory_format: Any = None) -> Bl
 
 @implements(ATEN_OPS, aten._to_copy.default)
 def _to_copy(
-    func: Any, x: BlockwiseFP8Tensor, *, dtype: Any = None, device: Any = None,
-    non_blocking: bool = False, **others: Any,
-) -> BlockwiseFP8Tensor:  # fmt: skip
+    func: Any,
+    x: BlockwiseFP8Tensor,
+    *,
+    dtype: Any = None,
+    device: Any = None,
+    non_blocking: bool = False,
+    **others: Any,
+) -> BlockwiseFP8Tensor:
     other = only_dtype(x, {"dtype": dtype, "device": device, **others})
     is_known = other in checks.HIGH_PRECISION
     if x.format.transposes and (is_known or (other is not None and converts_a_model())):

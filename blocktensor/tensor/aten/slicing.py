@@ -104,9 +104,13 @@ def _is_of_stack(x: BlockwiseFP8Tensor, dim: int) -> bool:
 @implements(ATEN_OPS, aten.slice.Tensor)
 @view_of_its_kind
 def _slice(
-    func: Any, x: BlockwiseFP8Tensor, dim: int = 0, start: int | None = None,
-    end: int | None = None, step: int = 1,
-) -> BlockwiseFP8Tensor:  # fmt: skip
+    func: Any,
+    x: BlockwiseFP8Tensor,
+    dim: int = 0,
+    start: int | None = None,
+    end: int | None = None,
+    step: int = 1,
+) -> BlockwiseFP8Tensor:
     dim = _dim(x, dim, "a slice")
     first, last, _ = slice(start, end).indices(x.shape[dim])
     if step != 1:

@@ -55,11 +55,22 @@ def _alias(func: Any, w: BlockwiseFP8Weight) -> BlockwiseFP8Weight:
 
 
 @_view(
-    *(aten.t.default, aten.transpose.int, aten.permute.default),  # permute: w.T
-    *(aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default),
-    *(aten.slice.Tensor, aten.as_strided.default),
-    *(aten.split.Tensor, aten.split_with_sizes.default, aten.unfold.default),
-    *(aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims),
+    aten.t.default,
+    aten.transpose.int,
+    aten.permute.default,  # permute: w.T
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.reshape.default,
+    aten.expand.default,
+    aten.slice.Tensor,
+    aten.as_strided.default,
+    aten.split.Tensor,
+    aten.split_with_sizes.default,
+    aten.unfold.default,
+    aten.unsqueeze.default,
+    aten.squeeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
 )
 def _part(func: Any, w: BlockwiseFP8Weight, *args: Any, **kwargs: Any) -> Any:
     """View a weight: matrices and stacks are weights, with blocks that begin where they do."""
@@ -177,7 +188,9 @@ def _copied(func: Any, w: Tensor, source: Tensor, *args: Any) -> Tensor:
 
 @implements(
     WEIGHT_OPS,
-    *(aten.set_.default, aten.set_.source_Tensor, aten.set_.source_Storage),
+    aten.set_.default,
+    aten.set_.source_Tensor,
+    aten.set_.source_Storage,
     aten.set_.source_Storage_storage_offset,
 )
 def _set(func: Any, w: BlockwiseFP8Weight, *args: Any) -> Tensor:
@@ -189,9 +202,17 @@ def _set(func: Any, w: BlockwiseFP8Weight, *args: Any) -> Tensor:
 
 @implements(
     WEIGHT_OPS,
-    *(aten.t_.default, aten.transpose_.default, aten.swapaxes_.default, aten.swapdims_.default),
-    *(aten.unsqueeze_.default, aten.squeeze_.default, aten.squeeze_.dim, aten.squeeze_.dims),
-    *(aten.resize_.default, aten.resize_as_.default, aten.as_strided_.default),
+    aten.t_.default,
+    aten.transpose_.default,
+    aten.swapaxes_.default,
+    aten.swapdims_.default,
+    aten.unsqueeze_.default,
+    aten.squeeze_.default,
+    aten.squeeze_.dim,
+    aten.squeeze_.dims,
+    aten.resize_.default,
+    aten.resize_as_.default,
+    aten.as_strided_.default,
 )
 def _refuse_new_layout(func: Any, w: BlockwiseFP8Weight, *args: Any, **kwargs: Any) -> NoReturn:
     raise NotImplementedError(

@@ -68,9 +68,13 @@ def _cat(func: Any, tensors: Sequence[Tensor], dim: int = 0) -> Bucket:
 
 @implements(_BUCKET_OPS, aten.slice.Tensor)
 def _slice(
-    func: Any, x: Bucket, dim: int = 0, start: int | None = None, end: int | None = None,
+    func: Any,
+    x: Bucket,
+    dim: int = 0,
+    start: int | None = None,
+    end: int | None = None,
     step: int = 1,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     begins = [0, *itertools.accumulate(part.numel() for part in x.parts)]
     first, last, _ = slice(start, end).indices(x.shape[0])
     if step != 1 or first not in begins or last not in begins:

@@ -47,8 +47,14 @@ def test_defaults_and_that_each_option_counts() -> None:
 
 
 BAD: tuple[dict[str, Any], ...] = (
-    *({"recipe": "power_of_two"}, {"skip": "lm_head"}, {"skip": [1]}, {"skip_small": 1}),
-    *({"experts": "*.moe"}, {"convert_head": "fp8"}, {"frozen": 1}, {"fuse": "no"}),
+    {"recipe": "power_of_two"},
+    {"skip": "lm_head"},
+    {"skip": [1]},
+    {"skip_small": 1},
+    {"experts": "*.moe"},
+    {"convert_head": "fp8"},
+    {"frozen": 1},
+    {"fuse": "no"},
 )
 
 

@@ -151,8 +151,11 @@ def test_a_checkpoint_of_transformers(
     again.load_state_dict({**ours.state_dict(), **values(ours)})
     again.eval()
     plain = logits(again)
-    convert(again.requires_grad_(False), filter=lambda module, name: any(
-        n.startswith(name) for n in fp8), skip_small=False)  # fmt: skip
+    convert(
+        again.requires_grad_(False),
+        filter=lambda module, name: any(n.startswith(name) for n in fp8),
+        skip_small=False,
+    )
     assert sum(isinstance(x, BlockwiseFP8Tensor) for x in again.parameters()) == len(fp8)
     torch.testing.assert_close(logits(again), in_fp8, rtol=2e-4, atol=2e-5)
     ours.dequantize()

@@ -81,7 +81,8 @@ def cases(seed: int, sources: Iterable[tuple[str, ...]], count: int) -> list[Cas
 MAIN = [("contiguous", "even", "even"), ("contiguous", "odd", "aligned")]
 MAIN += [("contiguous", "aligned", "aligned"), ("contiguous", "odd", "odd")]
 OTHERS = [
-    *(("columns", "aligned", "aligned"), ("transposed", "even", "even")),
+    ("columns", "aligned", "aligned"),
+    ("transposed", "even", "even"),
     *((view, "odd", "odd") for view in ("transposed", "sliced", "stepped", *VIEWS[-4:])),
 ]
 COMBINATIONS = [(way, dtype, p2) for way in WAYS for dtype in DTYPES for p2 in (False, True)]
@@ -104,7 +105,8 @@ def test_triton_bytes(way: Way, dtype: torch.dtype, power_of_two: bool, rng: Gen
 GLUON_SOURCES = [
     ("contiguous", "even", "even"),
     *(("contiguous", *classes) for classes in product(("aligned", "fours"), repeat=2)),
-    *(("columns", "aligned", "even"), ("columns", "fours", "fours")),
+    ("columns", "aligned", "even"),
+    ("columns", "fours", "fours"),
     ("one row", "even", "aligned"),
 ]
 
@@ -201,9 +203,26 @@ def test_more_than_2_to_the_31_elements(backend: str) -> None:
 
 
 SHAPES = [
-    *((128, 128), (256, 640), (1920, 384), (16, 48), (304, 576), (112, 2000)),
-    *((300, 580), (308, 576), (4, 4), (256, 1004), (129, 130), (300, 577), (7, 1100), (2049, 67)),
-    *((1, 1), (1, 300), (300, 1), (128, 1), (0, 5), (5, 0)),
+    (128, 128),
+    (256, 640),
+    (1920, 384),
+    (16, 48),
+    (304, 576),
+    (112, 2000),
+    (300, 580),
+    (308, 576),
+    (4, 4),
+    (256, 1004),
+    (129, 130),
+    (300, 577),
+    (7, 1100),
+    (2049, 67),
+    (1, 1),
+    (1, 300),
+    (300, 1),
+    (128, 1),
+    (0, 5),
+    (5, 0),
 ]
 
 

@@ -42,7 +42,8 @@ def test_quantize_transpose(shape: Any, format: BlockFormat, device: torch.devic
 @pytest.mark.parametrize(
     ("x", "want"),
     [
-        *((randn(160, 70), ["quantize_columnwise"]), (randn(70, 150).t(), ["quantize_rowwise"])),
+        (randn(160, 70), ["quantize_columnwise"]),
+        (randn(70, 150).t(), ["quantize_rowwise"]),
         (randn(150, 70), ["quantize_rowwise", "transpose"]),
     ],
 )
@@ -63,8 +64,18 @@ def test_what_runs(x: Tensor, want: list[str], monkeypatch: pytest.MonkeyPatch) 
 # With the transpose: in one pass where rows are whole vectors, or two
 
 PASS_SHAPES = [
-    *((0, 128), (128, 0), (16, 1), (16, 2), (48, 130), (128, 128), (272, 1096), (1104, 64)),
-    *((1, 1), (127, 129), (129, 128), (300, 576)),
+    (0, 128),
+    (128, 0),
+    (16, 1),
+    (16, 2),
+    (48, 130),
+    (128, 128),
+    (272, 1096),
+    (1104, 64),
+    (1, 1),
+    (127, 129),
+    (129, 128),
+    (300, 576),
 ]
 
 
@@ -143,7 +154,8 @@ def parts_of(
     for top, bottom in zip([0, *row_cuts], [*row_cuts, x.shape[-2]], strict=True):
         for left, right in zip([0, *col_cuts], [*col_cuts, x.shape[-1]], strict=True):
             blocks = (
-                *(..., slice(top // rows, ceil_div(bottom, rows))),
+                ...,
+                slice(top // rows, ceil_div(bottom, rows)),
                 slice(left // cols, ceil_div(right, cols)),
             )
             found.append((x[..., top:bottom, left:right], top % rows, left % cols, blocks))
@@ -213,7 +225,9 @@ def test_blocks_of_a_part_that_changed_become_nan(
 @pytest.mark.parametrize(
     "format",
     [
-        *(BLOCKS_1X128, formats.BLOCKS_1X128_POW2, BlockFormat("32x64", (32, 64))),
+        BLOCKS_1X128,
+        formats.BLOCKS_1X128_POW2,
+        BlockFormat("32x64", (32, 64)),
         BlockFormat("1x32", (1, 32), "power_of_two"),
     ],
     ids=lambda format: format.name,

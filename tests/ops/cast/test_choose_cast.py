@@ -29,7 +29,10 @@ CASTS = [name for name in vars(ops) if name in OPS and name not in COMPOSED]
 
 
 OF_GLUON = {
-    *("quantize_rowwise", "quantize_columnwise", "quantize_both", "quantize_with_transpose"),
+    "quantize_rowwise",
+    "quantize_columnwise",
+    "quantize_both",
+    "quantize_with_transpose",
     "quantize_grouped",
 }
 """Casts that Gluon has kernels of its own for, since they are faster."""

@@ -68,8 +68,10 @@ def test_rows_within_a_step_share_a_recording() -> None:
     for rows in range(260, 510, 23):
         ops.quantize_grouped(
             torch.randn(rows, 256, device=CUDA).bfloat16(),
-            ends(rows - 200, 150, device=CUDA), BLOCKS_1X128, BLOCKS_1X128,
-        )  # fmt: skip
+            ends(rows - 200, 150, device=CUDA),
+            BLOCKS_1X128,
+            BLOCKS_1X128,
+        )
     assert player.plays() - plays == 11
 
 

@@ -135,7 +135,8 @@ def test_the_rounding_of_scales_makes_no_difference(pretend: Pretend, fast: bool
     [
         {"bias": FP32, "out_dtype": FP16},
         {"m": 7168, "n": 2048, "k": 4096, "b_format": BLOCKS_1X128},
-        *({"m": 64, "n": 2048, "k": 7168}, {"m": 4097, "n": 129, "k": 2055}),
+        {"m": 64, "n": 2048, "k": 7168},
+        {"m": 4097, "n": 129, "k": 2055},
     ],
 )
 def test_hopper_runs_its_own_kernel(pretend: Pretend, change: dict[str, Any]) -> None:

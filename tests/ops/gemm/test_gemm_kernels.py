@@ -29,8 +29,11 @@ MODULES = {"gluon": hopper, "cublas": cublas, "triton": triton_gemm}
 HOPPER_BLOCKS = ((1, 128), (1, 1))
 TRITON_BLOCKS = (*HOPPER_BLOCKS, (128, 1), (128, 128))
 SWEEPS = [
-    *(("triton", (1, 128), BF16, 30), ("triton", (1, 1), FP32, 30), ("triton", (128, 1), BF16, 17)),
-    *(("triton", (128, 128), FP32, 17), ("triton", (1, 128), FP16, 3)),
+    ("triton", (1, 128), BF16, 30),
+    ("triton", (1, 1), FP32, 30),
+    ("triton", (128, 1), BF16, 17),
+    ("triton", (128, 128), FP32, 17),
+    ("triton", (1, 128), FP16, 3),
     *product(["gluon"], HOPPER_BLOCKS, [BF16], [40]),
     *product(["cublas"], HOPPER_BLOCKS, [BF16, FP32], [80]),
 ]

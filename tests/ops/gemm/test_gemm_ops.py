@@ -73,7 +73,8 @@ def test_a_backend_is_given_rows_as_it_reads_them(
 @pytest.mark.parametrize(
     ("format", "of_a_row"),
     [
-        *((BLOCKS_128X128, BLOCKS_1X128), (formats.BLOCKS_128X128_POW2, formats.BLOCKS_1X128_POW2)),
+        (BLOCKS_128X128, BLOCKS_1X128),
+        (formats.BLOCKS_128X128_POW2, formats.BLOCKS_1X128_POW2),
         (BLOCKS_1X128, BLOCKS_1X128),
     ],
 )
@@ -88,7 +89,9 @@ def test_a_single_row_of_squares_is_a_row_for_kernels(
         assert_same(gemm(a, b), reference.gemm(a, b, None, torch.bfloat16))
     chosen = [(problem.a_format, problem.b_format) for problem in watched.problems]
     assert chosen == [
-        *((of_a_row, BLOCKS_1X128), (BLOCKS_1X128, of_a_row), (of_a_row, of_a_row)),
+        (of_a_row, BLOCKS_1X128),
+        (BLOCKS_1X128, of_a_row),
+        (of_a_row, of_a_row),
         (format, BLOCKS_1X128),
     ]
     assert [(a.format, b.format) for a, b, *_ in watched.given] == chosen

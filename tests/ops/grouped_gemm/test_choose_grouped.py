@@ -47,7 +47,8 @@ def test_the_reference_on_a_gpu_warns(pretend: Pretend, other: BlockFormat | Non
 @pytest.mark.parametrize(
     ("a", "b", "name", "others"),
     [
-        *((BLOCKS_1X128, BLOCKS_1X128, "gluon", ""), (BLOCKS_1X128, BLOCKS_128X128, "gluon", "")),
+        (BLOCKS_1X128, BLOCKS_1X128, "gluon", ""),
+        (BLOCKS_1X128, BLOCKS_128X128, "gluon", ""),
         (BLOCKS_128X128, BLOCKS_1X128, "triton", "gluon: no 128x128 blocks on the left"),
     ],
     ids=str,

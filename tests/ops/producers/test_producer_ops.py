@@ -51,14 +51,17 @@ EIGHTS = "reads fp16 and fp32 in whole vectors of eight elements"
 @pytest.mark.parametrize(
     ("name", "sources", "reason"),
     [
-        *(("gluon", HALVES, None), ("triton", HALVES, None)),
+        ("gluon", HALVES, None),
+        ("triton", HALVES, None),
         ("gluon", (HALVES[0], ODD), "reads rows of whole 32-bit words"),
         ("triton", (HALVES[0], ODD), None),
         ("triton", (HALVES[0], ACROSS), "reads rows of unit stride"),
         ("reference", (HALVES[0], ACROSS), None),
         ("triton", 3 * (WIDE,), "computes from three tensors in bf16 alone: others would spill"),
-        *(("gluon", 3 * (WIDE,), None), ("triton", (WIDE.new_empty(128, 258),), EIGHTS)),
-        *(("triton", (WIDE.new_empty(128, 264)[:, :258],), EIGHTS), ("triton", (WIDE,), None)),
+        ("gluon", 3 * (WIDE,), None),
+        ("triton", (WIDE.new_empty(128, 258),), EIGHTS),
+        ("triton", (WIDE.new_empty(128, 264)[:, :258],), EIGHTS),
+        ("triton", (WIDE,), None),
     ],
 )
 def test_who_takes_which_layouts(name: str, sources: Any, reason: str | None) -> None:

@@ -52,8 +52,13 @@ def test_what_tells_calls_apart() -> None:
             for each in (None, True, False, 1, 2, -1, 2**40, 1.0, 0.5, "one", "", BLOCKS_1X128)
         ],
         *[(x, each) for each in (None, True, 1, 1.0, "one", x, q, (x, y), Pair(x, y), (x,), ())],
-        *[(q,), (q._replace(format=BLOCKS_128X128),), (q._replace(scale=y[:6]),)],
-        *[(q._replace(scale=y[1:]),), (q, 1), ((q,), 1), (q, (1,))],
+        (q,),
+        (q._replace(format=BLOCKS_128X128),),
+        (q._replace(scale=y[:6]),),
+        (q._replace(scale=y[1:]),),
+        (q, 1),
+        ((q,), 1),
+        (q, (1,)),
         (),
     )
 

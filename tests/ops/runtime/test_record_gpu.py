@@ -48,7 +48,8 @@ def casts(x: Tensor, module: ModuleType = cast_ops) -> list[Quantized]:
         module.quantize_rowwise(x, BLOCKS_1X128),
         module.quantize_columnwise(x, BLOCKS_1X128_POW2),
         *module.quantize_both(x, BLOCKS_1X128),
-        *(square, module.transpose(square)),
+        square,
+        module.transpose(square),
         *module.quantize_with_transpose(x, BLOCKS_128X128),
     ]
 

@@ -216,7 +216,9 @@ def test_keys_look_into_casts_and_keep_other_arguments() -> None:
     assert kinds((q, 3), (Quantized(x.clone(), y.clone(), BLOCKS_1X128), 3)) == 1
     scales = y.double(), torch.rand(4)[1:], torch.rand(6)[::2], y.to("meta")
     different = [
-        *[(q,), (q, None), (q._replace(format=BLOCKS_128X128),)],
+        (q,),
+        (q, None),
+        (q._replace(format=BLOCKS_128X128),),
         *[(q._replace(scale=each),) for each in scales],
         *[(q._replace(data=each),) for each in (*parts, x.view(3, 2))],
         *[(q, BLOCKS_1X128, *each) for each in ((0, 0), (1, 0), (0, 1))],

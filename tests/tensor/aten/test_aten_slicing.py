@@ -167,8 +167,13 @@ def test_copies_have_scales_laid_out_as_a_casts_are(block: tuple[int, int]) -> N
 def test_stacks_and_leading_dimensions() -> None:
     stack = made(3, 200, 130, block=SQUARE, forms=ROWWISE)
     parts: list[Callable[[Tensor], Tensor]] = [
-        *(lambda x: x[1], lambda x: x[-1], lambda x: x[1:], lambda x: x[:, 128:]),
-        *(lambda x: x[:, :, :128], lambda x: x.unbind()[2], lambda x: x.split([1, 2])[1]),
+        lambda x: x[1],
+        lambda x: x[-1],
+        lambda x: x[1:],
+        lambda x: x[:, 128:],
+        lambda x: x[:, :, :128],
+        lambda x: x.unbind()[2],
+        lambda x: x.split([1, 2])[1],
     ]
     for cut in parts:
         part = cut(stack)

@@ -148,14 +148,16 @@ def test_detach_and_alias_share_bytes(block: tuple[int, int]) -> None:
 @pytest.mark.parametrize(
     "run",
     [
-        *(lambda x: x.view(-1), lambda x: x.view(2, 512), lambda x: x.flatten()),
-        *(lambda x: x.t().view(256, 2, 2), lambda x: x.t().view(2, 128, 4)),
+        lambda x: x.view(-1),
+        lambda x: x.view(2, 512),
+        lambda x: x.flatten(),
+        lambda x: x.t().view(256, 2, 2),
+        lambda x: x.t().view(2, 128, 4),
         lambda x: BlockwiseFP8Tensor.from_values(x.dequantize(), SQUARE).view(2, 2, 256),
-        *(lambda x: x.view(2, 2, 256).transpose(0, 1), lambda x: x.view(2, 2, 256).mT),
-        *(
-            lambda x: x.view(2, 2, 256).permute(2, 0, 1),
-            lambda x: x.as_strided((4, 256), (256, 1), 1),
-        ),
+        lambda x: x.view(2, 2, 256).transpose(0, 1),
+        lambda x: x.view(2, 2, 256).mT,
+        lambda x: x.view(2, 2, 256).permute(2, 0, 1),
+        lambda x: x.as_strided((4, 256), (256, 1), 1),
     ],
 )
 def test_reshapes_that_move_blocks_are_refused(run: Callable[[Tensor], Any]) -> None:

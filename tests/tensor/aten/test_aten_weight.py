@@ -60,9 +60,14 @@ def test_views_of_a_weight_are_views_of_its_master(name: str) -> None:
 
 
 WHOLES: list[Callable[[Tensor], Tensor]] = [
-    *(lambda w: w[:], lambda w: w.view(256, 256), lambda w: w.reshape(-1, 256)),
-    *(lambda w: w.view_as(w), lambda w: w.expand(256, 256), lambda w: w.narrow(0, 0, 256)),
-    *(lambda w: w.as_strided((256, 256), (256, 1)), lambda w: w.chunk(1)[0]),
+    lambda w: w[:],
+    lambda w: w.view(256, 256),
+    lambda w: w.reshape(-1, 256),
+    lambda w: w.view_as(w),
+    lambda w: w.expand(256, 256),
+    lambda w: w.narrow(0, 0, 256),
+    lambda w: w.as_strided((256, 256), (256, 1)),
+    lambda w: w.chunk(1)[0],
     lambda w: w[None].squeeze(0)[:],
 ]
 
@@ -120,9 +125,15 @@ def test_a_product_with_a_part_is_that_of_the_part_alone(name: str) -> None:
 
 
 COMPUTED: list[Callable[[Tensor], Tensor]] = [
-    *(lambda w: w + 1, lambda w: 1 - w, lambda w: w * (w > 0), lambda w: w.tril()),
-    *(lambda w: torch.where(w > 0, w, 0.0), F.normalize, lambda w: w.flip(0)),
-    *(lambda w: torch.sort(w, 1).values, lambda w: torch.cat([w[:100], w[100:]])),
+    lambda w: w + 1,
+    lambda w: 1 - w,
+    lambda w: w * (w > 0),
+    lambda w: w.tril(),
+    lambda w: torch.where(w > 0, w, 0.0),
+    F.normalize,
+    lambda w: w.flip(0),
+    lambda w: torch.sort(w, 1).values,
+    lambda w: torch.cat([w[:100], w[100:]]),
     lambda w: torch.stack([w, w])[1],
 ]
 
@@ -144,13 +155,21 @@ def test_what_is_computed_without_gradients_or_in_another_shape_is_plain() -> No
     w, other = (linear(256, 256, dtype=torch.float32, recipe=recipe).weight for recipe in RECIPES)
     ids, zeros, double = torch.arange(256), torch.zeros_like, linear(64, 64).double().weight
     made = [
-        *(w.sum(0), w.square().mean(), w > 0, w.detach() * 2, torch.cat([w, torch.ones(1, 256)])),
-        *(zeros(w), zeros(w.detach()), w.new_zeros(w.shape), w.new_ones(w.shape)),
-        *(F.embedding(ids, w), w[ids], w[ids > -1], torch.cat([double, double])),
-        *(
-            torch.stack([w[None], w[None]]),
-            *torch.histogram(plain(w).requires_grad_(), 4, weight=w),
-        ),
+        w.sum(0),
+        w.square().mean(),
+        w > 0,
+        w.detach() * 2,
+        torch.cat([w, torch.ones(1, 256)]),
+        zeros(w),
+        zeros(w.detach()),
+        w.new_zeros(w.shape),
+        w.new_ones(w.shape),
+        F.embedding(ids, w),
+        w[ids],
+        w[ids > -1],
+        torch.cat([double, double]),
+        torch.stack([w[None], w[None]]),
+        *torch.histogram(plain(w).requires_grad_(), 4, weight=w),
     ]
     with torch.no_grad():
         made += [w * 2, w.detach().add(1), torch.cat([w, other]), torch.stack([w[0], w[1]])]
@@ -198,9 +217,13 @@ def test_copies_and_casts_of_a_weight_are_weights() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        *(lambda w: w.t_(), lambda w: w.transpose_(0, 1), lambda w: w.unsqueeze_(0)),
-        *(lambda w: w.squeeze_(), lambda w: w.as_strided_((2, 3), (1, 2))),
-        *(lambda w: w.set_(torch.ones(3, 4, dtype=w.dtype)), lambda w: w.set_()),
+        lambda w: w.t_(),
+        lambda w: w.transpose_(0, 1),
+        lambda w: w.unsqueeze_(0),
+        lambda w: w.squeeze_(),
+        lambda w: w.as_strided_((2, 3), (1, 2)),
+        lambda w: w.set_(torch.ones(3, 4, dtype=w.dtype)),
+        lambda w: w.set_(),
         lambda w: w.set_(torch.ones(128, 192, dtype=w.dtype).untyped_storage()),
     ],
 )
@@ -216,7 +239,8 @@ def test_a_new_layout_in_place_is_refused(change: Callable[[Tensor], Tensor]) ->
 @pytest.mark.parametrize(
     "penalty",
     [
-        *(lambda w: torch.linalg.svdvals(w).sum(), lambda w: torch.linalg.matrix_norm(w, "nuc")),
+        lambda w: torch.linalg.svdvals(w).sum(),
+        lambda w: torch.linalg.matrix_norm(w, "nuc"),
         lambda w: torch.linalg.inv(w[:, :128]).sum(),
         lambda w: torch.linalg.qr(w)[1].square().sum(),
     ],
@@ -293,9 +317,13 @@ def test_a_write_to_a_stack_is_seen_by_its_matrices(policy: Any) -> None:
     w = stack(3, 128, 192, recipe=Recipe(cache_weight=policy))
     x = randn(5, 192, dtype=torch.float32, grad=True)
     writes: list[Callable[[], Any]] = [
-        *(lambda: w.mul_(2), lambda: w[1].mul_(2), lambda: w.mT[1].mul_(2)),
-        *(lambda: w.unbind()[1].mul_(2), lambda: w.detach().view(-1).mul_(2)),
-        *(lambda: setattr(w, "data", plain(w) * 2), lambda: w.master.view(-1).data.mul_(2)),
+        lambda: w.mul_(2),
+        lambda: w[1].mul_(2),
+        lambda: w.mT[1].mul_(2),
+        lambda: w.unbind()[1].mul_(2),
+        lambda: w.detach().view(-1).mul_(2),
+        lambda: setattr(w, "data", plain(w) * 2),
+        lambda: w.master.view(-1).data.mul_(2),
     ]
     waiting = []
     for write in writes:

@@ -102,8 +102,11 @@ def test_what_a_bucket_does_not_do() -> None:
     x = quantized(128, 256, block=SQUARE)
     for run in (
         lambda: x.view(-1) + 1,
-        *(lambda: x.view(-1)[1:], lambda: x.view(-1)[:5], lambda: x.view(-1)[::2]),
-        *(lambda: x.view(-1).view(256, 128), lambda: x.flatten().sum()),
+        lambda: x.view(-1)[1:],
+        lambda: x.view(-1)[:5],
+        lambda: x.view(-1)[::2],
+        lambda: x.view(-1).view(256, 128),
+        lambda: x.flatten().sum(),
         lambda: torch.cat([x.view(-1), x.view(-1)]).view(256, 256),
     ):
         assert ".dequantize()" in complaint(NotImplementedError, run)

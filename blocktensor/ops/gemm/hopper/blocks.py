@@ -41,9 +41,17 @@ def block_of_squares(
 
 @gluon.jit
 def _promote_piece(
-    acc, cols, part, row, b_scale_s, next_stage, PRODUCT: gl.constexpr, PIECE: gl.constexpr,
-    WG: gl.constexpr, T: gl.constexpr,
-):  # fmt: skip
+    acc,
+    cols,
+    part,
+    row,
+    b_scale_s,
+    next_stage,
+    PRODUCT: gl.constexpr,
+    PIECE: gl.constexpr,
+    WG: gl.constexpr,
+    T: gl.constexpr,
+):
     # After the last use of a piece's column scales, those of the next k block are read into the
     # registers that have just become free.
     TARGET: gl.constexpr = PRODUCT * T.pieces + PIECE

@@ -50,9 +50,7 @@ def _chunks(parts, PARTS: gl.constexpr):
 
 
 @gluon.jit
-def _send(
-    chunks, out, out_s, row, col, WAVE: gl.constexpr, WG: gl.constexpr, T: gl.constexpr
-):  # fmt: skip
+def _send(chunks, out, out_s, row, col, WAVE: gl.constexpr, WG: gl.constexpr, T: gl.constexpr):
     # Stores through the warpgroup's buffers, as many chunks at a time as they hold. Buffers for two
     # waves are used in turn; otherwise a chunk waits for a buffer that the same wave has filled.
     COUNT: gl.constexpr = T.cols * T.width // CHUNK
@@ -120,9 +118,18 @@ def _store_clipped(parts, target, row, col, begin, M, N, WG: gl.constexpr, T: gl
 
 @gluon.jit
 def store_wave(
-    parts, target, row, col, begin, M, N, WAVE: gl.constexpr, WG: gl.constexpr,
-    OUT: gl.constexpr, T: gl.constexpr,
-):  # fmt: skip
+    parts,
+    target,
+    row,
+    col,
+    begin,
+    M,
+    N,
+    WAVE: gl.constexpr,
+    WG: gl.constexpr,
+    OUT: gl.constexpr,
+    T: gl.constexpr,
+):
     # Stores row wave WAVE of warpgroup WG at [row, col]: tensors [64, 64] from left to right.
     # A bias is added to columns below `biased`. `begin` is read if OUT.clip.
     _, _, _, _, bias, biased = target
@@ -141,9 +148,18 @@ def store_wave(
 
 @gluon.jit
 def _store_whole(
-    parts, target, row, col, begin, M, N, WAVE: gl.constexpr, WG: gl.constexpr,
-    OUT: gl.constexpr, T: gl.constexpr,
-):  # fmt: skip
+    parts,
+    target,
+    row,
+    col,
+    begin,
+    M,
+    N,
+    WAVE: gl.constexpr,
+    WG: gl.constexpr,
+    OUT: gl.constexpr,
+    T: gl.constexpr,
+):
     out, _, out_ld, out_s, _, _ = target
     PARTS: gl.constexpr = T.cols * T.pieces
     if OUT.tma:

@@ -26,9 +26,7 @@ def _mark(TEXT: gl.constexpr):
 
 
 @gluon.jit
-def allocate(
-    a_map, a_scale_map, b_map, b_scale_map, out, OUT: gl.constexpr, T: gl.constexpr
-):  # fmt: skip
+def allocate(a_map, a_scale_map, b_map, b_scale_map, out, OUT: gl.constexpr, T: gl.constexpr):
     """Return the stages with their barriers, and the output buffers; mark kernels."""
     E4M3: gl.constexpr = a_map.dtype
     STAGES: gl.constexpr = T.stages
@@ -127,17 +125,33 @@ def _consume(stages, work, target, WG: gl.constexpr, OUT: gl.constexpr, T: gl.co
         col0 = tile_n * T.n + (WG * COLS * T.width if T.split == "n" else 0)
         for wave in gl.static_range(WAVES):
             store_wave(
-                acc[wave * PARTS : (wave + 1) * PARTS], target, row0 + wave * 64, col0, 0, M, N,
-                wave, WG, OUT, T,
-            )  # fmt: skip
+                acc[wave * PARTS : (wave + 1) * PARTS],
+                target,
+                row0 + wave * 64,
+                col0,
+                0,
+                M,
+                N,
+                wave,
+                WG,
+                OUT,
+                T,
+            )
     tma.store_wait(0)
 
 
 @gluon.jit(
     do_not_specialize=[
-        "M", "N", "tiles_m", "tiles_n", "blocks_k", "splits", "a_scale_ld", "b_scale_ld",
+        "M",
+        "N",
+        "tiles_m",
+        "tiles_n",
+        "blocks_k",
+        "splits",
+        "a_scale_ld",
+        "b_scale_ld",
     ]
-)  # fmt: skip
+)
 def gemm_kernel(
     a_map, a_scale_map, b_map, b_scale_map, out, out_ptr, bias, M, N, tiles_m, tiles_n, blocks_k,
     splits, a_scale_ld, b_scale_ld, out_ld, OUT: gl.constexpr, T: gl.constexpr,
@@ -149,20 +163,32 @@ def gemm_kernel(
     target = (out, out_ptr, out_ld, out_s, bias, N)
     maps = (a_map, a_scale_map, b_map, b_scale_map, a_scale_ld, b_scale_ld)
     if T.warpgroups == 1:
-        gl.warp_specialize([
-            (_consume, (stages, work, target, 0, OUT, T)),
-            (produce, (stages, work, maps, OUT, T)),
-        ], [1], [24])  # fmt: skip
+        gl.warp_specialize(
+            [
+                (_consume, (stages, work, target, 0, OUT, T)),
+                (produce, (stages, work, maps, OUT, T)),
+            ],
+            [1],
+            [24],
+        )
     elif T.warpgroups == 2:
-        gl.warp_specialize([
-            (_consume, (stages, work, target, 0, OUT, T)),
-            (_consume, (stages, work, target, 1, OUT, T)),
-            (produce, (stages, work, maps, OUT, T)),
-        ], [4, 1], [T.registers, 24])  # fmt: skip
+        gl.warp_specialize(
+            [
+                (_consume, (stages, work, target, 0, OUT, T)),
+                (_consume, (stages, work, target, 1, OUT, T)),
+                (produce, (stages, work, maps, OUT, T)),
+            ],
+            [4, 1],
+            [T.registers, 24],
+        )
     else:
-        gl.warp_specialize([
-            (_consume, (stages, work, target, 0, OUT, T)),
-            (_consume, (stages, work, target, 1, OUT, T)),
-            (_consume, (stages, work, target, 2, OUT, T)),
-            (produce, (stages, work, maps, OUT, T)),
-        ], [4, 4, 1], [T.registers, T.registers, 32])  # fmt: skip
+        gl.warp_specialize(
+            [
+                (_consume, (stages, work, target, 0, OUT, T)),
+                (_consume, (stages, work, target, 1, OUT, T)),
+                (_consume, (stages, work, target, 2, OUT, T)),
+                (produce, (stages, work, maps, OUT, T)),
+            ],
+            [4, 4, 1],
+            [T.registers, T.registers, 32],
+        )

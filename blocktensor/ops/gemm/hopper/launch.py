@@ -115,9 +115,17 @@ def plan_gemm(
 
 @triton.jit
 def sum_kernel(
-    splits_ptr, bias_ptr, out_ptr, N, split_stride, out_stride, blocks_n, SPLITS: tl.constexpr,
-    COLUMNS: tl.constexpr, HAS_BIAS: tl.constexpr,
-):  # fmt: skip
+    splits_ptr,
+    bias_ptr,
+    out_ptr,
+    N,
+    split_stride,
+    out_stride,
+    blocks_n,
+    SPLITS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):
     # One program sums COLUMNS columns of one row, always in the same order.
     row = (tl.program_id(0) // blocks_n).to(tl.int64)
     cols = tl.program_id(0) % blocks_n * COLUMNS + tl.arange(0, COLUMNS)

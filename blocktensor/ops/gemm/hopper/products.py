@@ -69,8 +69,14 @@ def row_scales(
 
 @gluon.jit
 def column_scales(
-    scales, stage, PART: gl.constexpr, PIECE: gl.constexpr, WG: gl.constexpr, T: gl.constexpr, like,
-):  # fmt: skip
+    scales,
+    stage,
+    PART: gl.constexpr,
+    PIECE: gl.constexpr,
+    WG: gl.constexpr,
+    T: gl.constexpr,
+    like,
+):
     # [columns of `like`]: scales of piece PIECE of column part PART
     COL: gl.constexpr = ((WG * T.cols if T.split == "n" else 0) + PART) * T.width
     return scales.index(stage).slice(COL + PIECE * 64, 64).load(gl.SliceLayout(0, like.type.layout))

@@ -88,9 +88,14 @@ def _kernel_of(launch: Launch, compiled: Any) -> Kernel:
             raise Unsupported(f"an argument {of} that is {value!r}")
     parameters += [("number", 0), ("number", 0)]  # no scratch memory
     configuration = (
-        compiled.function, launch.grid[0], 32 * metadata.num_warps, metadata.shared,
-        metadata.num_ctas, bool(run.launch_cooperative_grid), bool(run.launch_pdl),
-    )  # fmt: skip
+        compiled.function,
+        launch.grid[0],
+        32 * metadata.num_warps,
+        metadata.shared,
+        metadata.num_ctas,
+        bool(run.launch_cooperative_grid),
+        bool(run.launch_pdl),
+    )
     return Kernel(configuration, parameters)
 
 

@@ -36,8 +36,16 @@ def test_the_file_knows_every_kernel(card: str) -> None:
 
 
 def test_a_wave_more_takes_its_time() -> None:
-    speed = Speed(m=128, n=128, programs=1, block_us=0.5, wave_us=2.0, launch_us=3.0,
-                  lone_block_us=0.4, lone_us=4.0)  # fmt: skip
+    speed = Speed(
+        m=128,
+        n=128,
+        programs=1,
+        block_us=0.5,
+        wave_us=2.0,
+        launch_us=3.0,
+        lone_block_us=0.4,
+        lone_us=4.0,
+    )
     assert speed.waves(128 * 12, 128 * 11, SMS) == 1
     assert speed.waves(128 * 12 + 1, 128 * 11, SMS) == 2
     assert speed.microseconds(128, 128, 8, SMS) == 0.4 * 8 + 4
@@ -55,8 +63,10 @@ def test_a_wave_more_takes_its_time() -> None:
 @pytest.mark.parametrize(
     ("shape", "b_block", "expected"),
     [
-        *(((4096, 18432, 56), 128, "square 256x128"), ((512, 2048, 16), 128, "square 64x128")),
-        *(((4096, 4096, 32), 1, "rows 256x128"), ((512, 2048, 32), 1, "rows 64x128")),
+        ((4096, 18432, 56), 128, "square 256x128"),
+        ((512, 2048, 16), 128, "square 64x128"),
+        ((4096, 4096, 32), 1, "rows 256x128"),
+        ((512, 2048, 32), 1, "rows 64x128"),
     ],
 )
 def test_the_choice(shape: tuple[int, int, int], b_block: int, expected: str) -> None:

@@ -104,7 +104,8 @@ def test_only_kernels_that_ask_get_the_newer_ptxas(
     ("error", "failed"),
     [
         (OutOfResources(300000, 232448, "shared memory"), True),
-        *((TritonError("of any kind"), True), (RuntimeError("PassManager::run failed"), True)),
+        (TritonError("of any kind"), True),
+        (RuntimeError("PassManager::run failed"), True),
         (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
         (torch.cuda.OutOfMemoryError("CUDA out of memory"), False),
         (ValueError("of a caller"), False),

@@ -22,9 +22,16 @@ __all__ = ["fake_driver"]
 @pytest.mark.parametrize(
     "change",
     [
-        *("global_scratch_size", "profile_scratch_size", "gsan_enabled"),
-        *("a hook", "names", "kinds", "interpreter"),
-        *("no metadata", "one parameter more", "another parameter"),
+        "global_scratch_size",
+        "profile_scratch_size",
+        "gsan_enabled",
+        "a hook",
+        "names",
+        "kinds",
+        "interpreter",
+        "no metadata",
+        "one parameter more",
+        "another parameter",
     ],
 )
 def test_kernels_that_need_more_or_are_unexpected_are_launched_ordinarily(
