@@ -170,6 +170,33 @@ def test_a_teacher_that_is_written_inside_of_a_forward(
         assert torch.equal(found, evaluate(single))
 
 
+class Twice(nn.Module):
+    """Runs one linear layer twice, and may write to its rows in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(K, K, bias=False)
+        self.between: Callable[[], Any] = lambda: None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        with torch.no_grad():
+            self.between()
+        z: Tensor = self.linear(y)
+        return z
+
+
+@on_ranks(1, 2, gpus=())
+def test_rows_that_are_written_uncounted_between_two_gathers_of_a_forward(mesh: DeviceMesh) -> None:
+    model, single = twins(mesh, Twice)
+    rows = model.linear.weight.to_local().view(-1)
+    model.between = lambda: rows.data.mul_(3)
+    single.between = lambda: single.linear.weight.mul_(3)
+    for _ in range(2):
+        assert torch.equal(evaluate(model), evaluate(single))
+
+
 def _written_on_one_rank(rank: int, world: int, folder: str) -> None:
     ranks.TIMEOUT = datetime.timedelta(seconds=1)
     model, _ = following(init_device_mesh("cpu", (world,)))
