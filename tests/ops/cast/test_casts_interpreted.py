@@ -65,20 +65,23 @@ def test_stacks(dtype: torch.dtype, power_of_two: bool) -> None:
 
 @every_rounding
 @pytest.mark.parametrize(
-    ("sizes", "dtype"),
+    ("sizes", "shape", "dtype"),
     [
-        ((130, 0, 150, 1), torch.bfloat16),
-        ((128, 256), torch.float16),
-        ((0, 0, 5), torch.float32),
+        ((130, 0, 150, 1), (284, 140), torch.bfloat16),
+        ((128, 256), (387, 140), torch.float16),
+        ((0, 0, 5), (8, 140), torch.float32),
+        ((100, 0, 150), (256, 256), torch.bfloat16),
     ],
     ids=str,
 )
 @interpreted
-def test_groups(sizes: tuple[int, ...], dtype: torch.dtype, power_of_two: bool) -> None:
+def test_groups(
+    sizes: tuple[int, ...], shape: tuple[int, int], dtype: torch.dtype, power_of_two: bool
+) -> None:
     """Some rows belong to no group: they are NaN, and reach no columnwise block."""
     rounding = "power_of_two" if power_of_two else "fp32"
     rows, squares = ACTIVATION_FORMATS[rounding], WEIGHT_FORMATS[rounding]
-    x = values("normal", sum(sizes) + 3, 140, dtype, Generator().manual_seed(0))
+    x = values("normal", *shape, dtype, Generator().manual_seed(0))
     x[sum(sizes) :] = math.nan
     for formats in ((rows, rows), (rows, squares), (rows, None), (None, squares)):
         made, wanted = (
