@@ -36,13 +36,21 @@ endif
 CACHE = $(or $(VENV),build)
 
 .DEFAULT_GOAL := help
-.PHONY: help test kernels docs demo demo-moe lint format clean
+.PHONY: help test quick kernels docs demo demo-moe lint format clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
 
 test: $(call ready,test) ## Run the tests (those that need a GPU are skipped without one)
 	$(PY) -m pytest $(if $(WORKERS),-n $(WORKERS)) $(ARGS)
+
+QUICK_TESTS = tests/ops/test_reference.py tests/ops/test_formats.py tests/autograd/test_contract.py \
+	tests/tensor/test_weight.py tests/tensor/test_fp8_tensor.py tests/conversion/test_convert.py \
+	tests/test_functional.py tests/checkpoint/test_save.py tests/sharding/fsdp/test_shards.py \
+	tests/test_architecture.py
+
+quick: $(call ready,test) ## Run a part of the tests that takes a minute: one of everything
+	$(PY) -m pytest $(if $(WORKERS),-n $(WORKERS)) $(ARGS) $(QUICK_TESTS)
 
 kernels: $(addprefix kernels-,$(TRITONS)) ## Compile the Hopper kernels with every supported Triton (no GPU)
 
