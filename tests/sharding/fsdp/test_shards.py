@@ -192,6 +192,27 @@ def test_frozen_rows_move() -> None:
         chunks(BlockwiseFP8Tensor.from_values(randn(256, 256), (1, 128)), 2)
 
 
+@on_ranks(1, 2, gpus=())
+def test_frozen_rows_that_are_copied_bring_their_scales(mesh: DeviceMesh, device: str) -> None:
+    model, _ = adapters_on_a_frozen_base()
+    torch.manual_seed(1)
+    other = build(Recipe())
+    with torch.no_grad():
+        for p in other.parameters():
+            p.mul_(3)
+    other.requires_grad_(False)
+    freeze(other)
+    other.down = nn.Sequential(other.down, copy.deepcopy(model.down[1]))
+    single = copy.deepcopy(other)
+    for each in (model, other):
+        shard_base(each, mesh)
+    with torch.no_grad():
+        for p, q in zip(model.parameters(), other.parameters(), strict=True):
+            p.copy_(q)
+    x = batch(0, device)
+    assert torch.equal(model(x), single(x))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @on_ranks(2)
 def test_a_sharded_model_changes_its_dtype(
