@@ -162,7 +162,8 @@ class Program(Pair):
         mode = torch.inference_mode if infers else functools.partial(torch.set_grad_enabled, grad)
         self.say(repr(part), order, f"{grad=} {infers=}", actions)
         self.has_run = True
-        self.has_gathered |= is_root and {*order} == {*range(BLOCKS)}
+        gathers_all = is_root and {*order} == {*range(BLOCKS)}
+        self.has_gathered |= gathers_all and not (infers or fails)
 
         x, uses = randn(6, K, seed=draw.randrange(10**6), dtype=torch.float32), Uses()
         inputs = [x.clone().requires_grad_(needs) for _ in range(4)]
@@ -271,6 +272,8 @@ class Program(Pair):
             # FSDP2 reads the new values in backward; a converted weight is that, or NaN
             self.counts["changed by FSDP2"] += 1
             self.forget()
+            if graph.uses.is_unseen:
+                self.reshard_all()  # what stays gathered may stay NaN
         else:
             for each, expected, again in zip(graph.references, self.expected, run[2:], strict=True):
                 for name, values in graph.uses.values.items():  # of blocks that ran again
@@ -330,9 +333,10 @@ class Program(Pair):
         alone = self.draw.choice(self.alone)
         how = self.draw.choice([*COUNTED, *UNCOUNTED])
         self.say(name, how, f"{alone=}")
-        if how in COUNTED and alone is not None:
-            self.graphs.clear()  # the other ranks would wait for one that raises
-        if how in UNCOUNTED and not self.unseen:
+        # the other ranks would wait for one that raises in a backward: also of a later forward, if
+        # it uses what was gathered before
+        raises_alone = how in COUNTED and alone is not None
+        if raises_alone or (how in UNCOUNTED and not self.unseen):
             self.graphs.clear()
             self.reshard_all()
         self._write(name, how, alone)
