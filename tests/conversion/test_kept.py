@@ -114,6 +114,18 @@ def test_the_seed_decides_and_weights_differ() -> None:
     assert not torch.equal(made[0][0], made[0][1])
 
 
+def test_all_of_many_rows_are_rounded_by_scales_of_their_own() -> None:
+    rows = 2 * 1024 + 128
+    model = nn.Linear(256, rows, bias=False)
+    powers = torch.arange(rows)[:, None].div(128, rounding_mode="floor") - 8
+    model.weight.data = randn(rows, 256, dtype=torch.float32) * 2.0**powers
+    wanted = model.weight.detach().clone()
+    convert(model, skip_small=False)
+    freeze(model, rounding="stochastic", seed=0)
+    error = (model.weight.dequantize(torch.float32) - wanted).abs()
+    assert (error <= wanted.abs() / 8 + 2.0**powers / 2**12).all()
+
+
 def test_noise_is_not_that_of_the_initialization() -> None:
     """Values that were drawn from the same numbers would be rounded in one direction."""
     torch.manual_seed(0)

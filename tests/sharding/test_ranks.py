@@ -13,7 +13,8 @@ import torch.distributed as dist
 if not dist.is_available():
     pytest.skip("torch was built without distributed", allow_module_level=True)
 
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
 
 from blocktensor import Recipe, convert
 from blocktensor.sharding import ranks
@@ -95,6 +96,17 @@ def test_values_of_a_mesh_come_in_the_order_of_its_ranks(device: str) -> None:
             of_mesh = ranks.Ranks(mesh)
             assert of_mesh.gathered(dist.get_rank()) == places
             assert of_mesh.gathered(of_mesh.index) == [*range(len(places))]
+
+
+@on_ranks(4, gpus=())
+def test_the_ranks_of_tensors_are_those_of_the_largest_mesh(device: str) -> None:
+    whole = init_device_mesh(device, (2, 2), mesh_dim_names=("outer", "inner"))
+    part = distribute_tensor(torch.ones(4), whole["inner"], [Replicate()])
+    large = distribute_tensor(torch.ones(4), whole, [Replicate(), Replicate()])
+    for tensors in ([part, large], [large, part], [torch.ones(4), part, large]):
+        assert ranks.Ranks.of(tensors).size == 4
+    assert ranks.Ranks.of([part]).size == 2
+    assert ranks.Ranks.of([torch.ones(4)]).size == 1
 
 
 def test_a_fake_group_runs_dry(request: pytest.FixtureRequest) -> None:
