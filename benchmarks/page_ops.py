@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from .page_parts import Content, image, not_installed, section, shape_of, source_in_brief, times
+from .page_parts import (
+    Content,
+    image,
+    not_installed,
+    on_cards,
+    section,
+    shape_of,
+    source,
+    times,
+)
 from .results import Row, columns, geometric_mean, ratios, select
 from .shapes import label_of_experts
 
@@ -46,27 +55,28 @@ def linear(content: Content, page: Path) -> list[str]:
         ("tokens x (out x in)", *series),
         rows,
         content,
-        ". In eager mode host time limits small layers; CUDA graphs have none. Since 2026-11-28 "
-        "the backward runs in the thread that calls it.",
+        ". In eager mode host time limits small layers; CUDA graphs have none",
         more=image("linear_speedup.png", "speed-up of linear layers", page),
     )
 
 
 def linear_in_brief(content: Content, page: Path) -> list[str]:
-    """The smallest and largest speed-up of layers in each mode."""
-    modes = {"in eager mode": "eager_speedup", "in CUDA graphs": "graph_speedup"}
-    said = []
-    for name, column in modes.items():
-        rows = sorted((r for r in content["rows"] if column in r), key=lambda r: r[column])
-        if rows:
-            ends = (f"{times(r[column])} ({shape_of(r)})" for r in (rows[0], rows[-1]))
-            said.append(f"{' to '.join(ends)} {name}")
-    if not said:
-        return []
-    return [
-        f"Linear layers, tokens x (out x in), forward + backward over bf16: {'; '.join(said)} "
-        f"{source_in_brief(content)}."
+    """The smallest and largest speed-up of layers in each mode, on every card."""
+    lines = [
+        "**Linear layers**, tokens x (out x in), forward + backward, speed over bf16 in the same "
+        "mode, smallest and largest of the measured sizes:",
+        "",
     ]
+    for found in on_cards("linear", content).values():
+        said = []
+        for name, column in {"eager": "eager_speedup", "in CUDA graphs": "graph_speedup"}.items():
+            rows = sorted((r for r in found["rows"] if column in r), key=lambda r: r[column])
+            if rows:
+                ends = (f"{times(r[column])} ({shape_of(r)})" for r in (rows[0], rows[-1]))
+                said.append(f"{name} {' to '.join(ends)}")
+        if said:
+            lines.append(f"- {'; '.join(said)} {source(found)}")
+    return lines
 
 
 def gemm(content: Content, page: Path) -> list[str]:
