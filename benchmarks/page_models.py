@@ -79,7 +79,6 @@ def block_on_cards(content: Content, page: Path) -> list[str]:
         "",
         *table(header, rows),
         "",
-        *image("block_speedup.png", "speed-up of Llama blocks", page),
         " ".join(source(found) for found in by_card.values()),
     ]
 
@@ -217,8 +216,7 @@ def experts_in_brief(content: Content, page: Path) -> list[str]:
         )
         rows.append((f"{of_size[0]['what']}, {size}", *speeds))
     return section(
-        "**A mixture of experts**, training steps of transformers' models with AdamW, eager, speed "
-        "over bf16:",
+        "**A mixture of experts**, training steps with AdamW, eager, over bf16:",
         ("", "`convert`", "`convert` and `fuse`"),
         rows,
         content,

@@ -13,6 +13,7 @@ from .page_parts import (
     section,
     shape_of,
     source,
+    table,
     times,
 )
 from .results import Row, columns, geometric_mean, ratios, select
@@ -62,21 +63,27 @@ def linear(content: Content, page: Path) -> list[str]:
 
 def linear_in_brief(content: Content, page: Path) -> list[str]:
     """The smallest and largest speed-up of layers in each mode, on every card."""
-    lines = [
-        "**Linear layers**, tokens x (out x in), forward + backward, speed over bf16 in the same "
-        "mode, smallest and largest of the measured sizes:",
-        "",
-    ]
-    for found in on_cards("linear", content).values():
-        said = []
-        for name, column in {"eager": "eager_speedup", "in CUDA graphs": "graph_speedup"}.items():
+    modes = {"eager": "eager_speedup", "CUDA graphs": "graph_speedup"}
+    by_card = on_cards("linear", content)
+    body = []
+    for card, found in by_card.items():
+        cells = [card]
+        for column in modes.values():
             rows = sorted((r for r in found["rows"] if column in r), key=lambda r: r[column])
-            if rows:
-                ends = (f"{times(r[column])} ({shape_of(r)})" for r in (rows[0], rows[-1]))
-                said.append(f"{name} {' to '.join(ends)}")
-        if said:
-            lines.append(f"- {'; '.join(said)} {source(found)}")
-    return lines
+            cells.append(" to ".join(f"{times(r[column])} ({shape_of(r)})" for r in ends_of(rows)))
+        body.append(cells)
+    return [
+        "**Linear layers**, tokens x (out x in), forward + backward, over bf16 in the same mode:",
+        "",
+        *table(("", *modes), body),
+        "",
+        " ".join(source(found) for found in by_card.values()),
+    ]
+
+
+def ends_of(rows: Sequence[Row]) -> Sequence[Row]:
+    """Return the first and the last of the rows, where there are several."""
+    return [rows[0], rows[-1]] if len(rows) > 1 else rows
 
 
 def gemm(content: Content, page: Path) -> list[str]:
