@@ -77,9 +77,7 @@ def _topic(file: str, **sections: Section) -> Page:
 
 TOPICS = (
     _topic("linear", linear=page_ops.linear),
-    _topic(
-        "blocks", block=page_models.block, layer=page_models.layer, memory=page_models.memory
-    ),
+    _topic("blocks", block=page_models.block, layer=page_models.layer, memory=page_models.memory),
     _topic("models", hf_llama=page_models.hf_llama, head=page_models.head),
     _topic("experts", experts=page_models.experts, grouped=page_ops.grouped),
     _topic(
