@@ -223,7 +223,7 @@ def host(content: Content, page: Path) -> list[str]:
     return section(
         "**Host time**, microseconds until a call returns, the GPU idle when it starts. The "
         "backward runs in the thread that calls it, unless the row says otherwise ([why]("
-        "experiments/host_time.md#the-thread-of-the-backward)):",
+        "../experiments/host_time.md#the-thread-of-the-backward)):",
         [c.replace("_", " ") for c in shown],
         rows,
         content,
