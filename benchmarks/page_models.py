@@ -235,8 +235,8 @@ def fsdp2(content: Content, page: Path) -> list[str]:
         if f"{SHOWN[0]}_ms" in r
     ]
     shown = [
-        "Where the time of a step goes, milliseconds by kinds of kernels. Those of collectives run "
-        "beside others, but for the exposed time:",
+        "Where the time of a step goes, milliseconds by kinds of kernels. Collectives overlap with "
+        "other kernels, except in the exposed time:",
         "",
         *table(("", *columns), parts),
         "",
@@ -288,8 +288,8 @@ def shards(content: Content, page: Path) -> list[str]:
         f"tokens, forward + backward without collectives:",
         *speeds(content["rows"], "model", "variant"),
         content,
-        "; host time limits the small linear layers of 8B outside CUDA graphs, which are those of "
-        "torch.compile(mode='reduce-overhead')",
+        "; host time limits the small linear layers of 8B outside CUDA graphs, which "
+        "torch.compile(mode='reduce-overhead') makes",
     )
 
 
