@@ -47,13 +47,15 @@ FOREIGN = {
         docs/source/workflows/training.md docs/user-guide/features/megatron_fsdp.md
         training/arguments.py""",
     "transformers, peft": """DistributedConfig base_model_ep_plan config.json disable_adapter
-        enable_expert_parallel gate_up_proj_scale_inv weight_scale""",
+        enable_expert_parallel gate_up_proj_scale_inv load_in_4bit tie_weights weight_scale""",
     "rollout engines": """--update-weight-buffer-size HTTPVLLMWeightSyncClient NCCLTrainerInitInfo
         VLLMClient WeightSource engine_model gemm_fp8_fp8_bf16_nt get_per_tensor_param init_info
         per_token_group_quant_8bit quant_weights quant_weights_by_name scale_ue8m0
         update_named_params update_weights_bucket_megabytes update_weights_from_distributed
         update_weights_from_tensor""",
-    "others": "SpectralSphere on_after_backward on_train_batch_start",
+    "Unsloth, prime-rl": """FastLanguageModel load_in_fp8 save_pretrained_merged
+        trainer/models/layers/fp8_linear.py""",
+    "others": "SpectralSphere TRITON_CACHE_DIR on_after_backward on_train_batch_start",
     "made up in an example": "that_linear v0 runs/fsdp2_llama/result.json",
     "tried and removed: docs/experiments": "store_fp8",
 }
