@@ -2,7 +2,7 @@
 
 Results of an H100 go to ``benchmarks/results/h100/``. ``all`` measures everything. ``check`` says
 which bars of ``thresholds.json`` the results hold, ``plot`` draws them into ``docs/plots``,
-``page`` puts them into docs/results.md and README.md: these three need no GPU.
+``page`` puts them into docs/results/ and README.md: these three need no GPU.
 """
 
 from __future__ import annotations
@@ -130,10 +130,11 @@ def _run(names: Sequence[str], quick: bool, folder: Path) -> int:
     for name in possible:
         with torch.autograd.set_multithreading_enabled(False):  # as torchtitan does; docs/faq.md
             rows, facts = _measure(name, quick, folder, console)
+            written = results.write(name, rows, folder, **facts)
         console.print(_table(name, rows))
         for peer, reason in facts.get("absent", {}).items():
             console.print(f"absent: {peer} ({reason})", markup=False)
-        console.print(f"written to {results.write(name, rows, folder, **facts)}", markup=False)
+        console.print(f"written to {written}", markup=False)
         if hasattr(BENCHMARKS[name], "publish") and not quick:
             console.print(f"published to {BENCHMARKS[name].publish(rows)}", markup=False)
     return 0 if possible else 2

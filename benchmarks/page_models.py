@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .page_parts import Content, image, section, source_in_brief, table, times
+from .page_parts import Content, image, on_cards, section, source, table, times
 from .profiled import SHOWN
-from .results import Row, columns, load, of_card, select
+from .results import Row, columns, select
 from .timing import MODES
 
 _BOTH = "eager", "compiled"
@@ -63,9 +63,7 @@ _WAYS = {
 
 def block_on_cards(content: Content, page: Path) -> list[str]:
     """The stack's speed-ups on every card, beside those of peers."""
-    by_card = {"H200": content}
-    if other := load("block", of_card("h100")):
-        by_card["H100"] = other
+    by_card = on_cards("block", content)
     header = ["", *(f"{card}, {_MODES[mode]}" for card in by_card for mode in _BOTH)]
     rows = []
     for variant, name in _WAYS.items():
@@ -75,14 +73,14 @@ def block_on_cards(content: Content, page: Path) -> list[str]:
         if any(found):
             rows.append((name, *(times(r.get(f"{m}_speedup")) for r in found for m in _BOTH)))
     first = content["rows"][0]
-    return section(
-        f"{first['layers']} Llama-8B-shaped blocks, {first['tokens']} tokens, forward + backward, "
-        f"speed over bf16 in the same mode:",
-        header,
-        rows,
-        content,
-        more=image("block_speedup.png", "speed-up of Llama blocks", page),
-    )
+    return [
+        f"**{first['layers']} Llama-8B-shaped blocks**, {first['tokens']} tokens, forward + "
+        f"backward, speed over bf16 in the same mode:",
+        "",
+        *table(header, rows),
+        "",
+        " ".join(source(found) for found in by_card.values()),
+    ]
 
 
 def layer(content: Content, page: Path) -> list[str]:
@@ -245,33 +243,22 @@ def _layer_name(row: Row) -> str:
 
 
 def experts_in_brief(content: Content, page: Path) -> list[str]:
-    """The speed-ups of the layers, and of the model with the widest experts, in a sentence."""
-    rows = select(content["rows"], {"variant": "fp8, inputs shared"})
-    layers = ", ".join(
-        f"{times(r['speedup'])} ({r['experts']} of {r['dim']} x {r['hidden']})"
-        for r in select(rows, {"what": "layer"})
+    """Training steps of whole models with experts, unfused and fused, in a table."""
+    models = [row for row in content["rows"] if row["what"] not in ("layer", "small layer")]
+    rows = []
+    for size in dict.fromkeys(map(_layer_name, models)):
+        of_size = [row for row in models if _layer_name(row) == size]
+        speeds = (
+            next((times(r["speedup"]) for r in of_size if r["variant"] == variant), "–")
+            for variant in ("fp8", "fp8, fused")
+        )
+        rows.append((f"{of_size[0]['what']}, {size}", *speeds))
+    return section(
+        "**A mixture of experts**, training steps with AdamW, eager, over bf16:",
+        ("", "`convert`", "`convert` and `fuse`"),
+        rows,
+        content,
     )
-    fused = select(content["rows"], {"variant": "fp8, fused"})
-    fused_layers = select(fused, {"what": "layer"})
-    also = (
-        f"; with `fuse` {', '.join(times(r['speedup']) for r in fused_layers)}"
-        if fused_layers
-        else ""
-    )
-    plain_step, fused_step = _widest_model(rows), _widest_model(fused)
-    whole = "" if plain_step is None else f"; a Qwen3-MoE step {plain_step}"
-    whole += "" if fused_step is None else f", fused {fused_step}"
-    return [
-        f"Experts with SwiGLU, forward + backward: {layers} bf16's speed{also}{whole} "
-        f"{source_in_brief(content)}."
-    ]
-
-
-def _widest_model(rows: Sequence[Row]) -> str | None:
-    """The speed-up of the training step of the model with the widest experts."""
-    models = [r for r in rows if r["what"] not in ("layer", "small layer")]
-    widest = max(models, key=lambda r: r["hidden"], default=None)
-    return None if widest is None else times(widest["speedup"])
 
 
 def fsdp2(content: Content, page: Path) -> list[str]:
@@ -294,8 +281,8 @@ def fsdp2(content: Content, page: Path) -> list[str]:
         if f"{SHOWN[0]}_ms" in r
     ]
     shown = [
-        "Where the time of a step goes, milliseconds by kinds of kernels. Those of collectives run "
-        "beside others, but for the exposed time:",
+        "Where the time of a step goes, milliseconds by kinds of kernels. Collectives overlap with "
+        "other kernels, except in the exposed time:",
         "",
         *table(("", *columns), parts),
         "",
@@ -324,38 +311,31 @@ def _fsdp2_row(row: Row) -> tuple[object, ...]:
 
 
 def fsdp2_in_brief(content: Content, page: Path) -> list[str]:
-    """Llama under FSDP2: the default, and the fastest run for each number of microbatches."""
-    runs = select(content["rows"], {"mode": "run"})
-    fp8 = [run for run in select(runs, {"microbatches": 1}) if run["variant"] != "bf16"]
-    row = next((run for run in fp8 if run["variant"] == "fp8"), fp8[0])
-    options = "" if row["variant"] == "fp8" else f"{row['variant'].removeprefix('fp8, ')}: "
-    speed, peak = times(row["speed_of_bf16"]), times(row["peak_of_bf16"])
-    parts = [f"{options}{speed} bf16's speed, {peak} its memory"]
-    for count in sorted({run["microbatches"] for run in runs}):
-        fastest = max(select(runs, {"microbatches": count}), key=lambda run: run["speed_of_bf16"])
-        if fastest is row or fastest["variant"] == "bf16":
-            continue
-        microbatches = f" in {count} microbatches" if count > 1 else ""
-        parts.append(
-            f"{fastest['variant'].removeprefix('fp8, ')}{microbatches}: "
-            f"{times(fastest['speed_of_bf16'])}, {fastest['tokens_per_second_per_gpu']:,.0f} "
-            f"tokens/s a GPU"
-        )
-    return [
-        f"Llama-shaped, {row['parameters'] / 1e9:.1f}B parameters, FSDP2 on {row['ranks']} GPUs: "
-        f"{'; '.join(parts)} (`{content['environment']['command']}`)."
-    ]
+    """Llama under FSDP2: the runs with the library's defaults, in a table."""
+    runs = [r for r in select(content["rows"], {"mode": "run"}) if "wgrad" not in r["variant"]]
+    rows = [
+        (r["variant"], r["microbatches"], f"{r['tokens_per_second_per_gpu']:,.0f}",
+         times(r["speed_of_bf16"]), times(r["peak_of_bf16"]))
+        for r in runs
+    ]  # fmt: skip
+    return section(
+        f"**Llama-shaped, {runs[0]['parameters'] / 1e9:.1f}B parameters, FSDP2** on "
+        f"{runs[0]['ranks']} GPUs, sequence 8,192, compiled:",
+        ("", "microbatches", "tokens/s a GPU", "over bf16", "peak memory over bf16"),
+        rows,
+        content,
+    )
 
 
 def shards(content: Content, page: Path) -> list[str]:
-    """Linears of one tensor parallel rank."""
+    """Linear layers of one tensor parallel rank."""
     return section(
         f"**Linear layers of one of 8 tensor parallel ranks**, {content['rows'][0]['tokens']} "
         f"tokens, forward + backward without collectives:",
         *speeds(content["rows"], "model", "variant"),
         content,
-        "; host time limits the small linear layers of 8B outside CUDA graphs, which are those of "
-        "torch.compile(mode='reduce-overhead')",
+        "; host time limits the small linear layers of 8B outside CUDA graphs, which "
+        "torch.compile(mode='reduce-overhead') makes",
     )
 
 

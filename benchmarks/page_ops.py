@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from .page_parts import Content, image, not_installed, section, shape_of, source_in_brief, times
+from .page_parts import (
+    Content,
+    image,
+    not_installed,
+    on_cards,
+    section,
+    shape_of,
+    source,
+    table,
+    times,
+)
 from .results import Row, columns, geometric_mean, ratios, select
 from .shapes import label_of_experts
 
@@ -46,27 +56,34 @@ def linear(content: Content, page: Path) -> list[str]:
         ("tokens x (out x in)", *series),
         rows,
         content,
-        ". In eager mode host time limits small layers; CUDA graphs have none. Since 2026-11-28 "
-        "the backward runs in the thread that calls it.",
+        ". In eager mode host time limits small layers; CUDA graphs have none",
         more=image("linear_speedup.png", "speed-up of linear layers", page),
     )
 
 
 def linear_in_brief(content: Content, page: Path) -> list[str]:
-    """The smallest and largest speed-up of layers in each mode."""
-    modes = {"in eager mode": "eager_speedup", "in CUDA graphs": "graph_speedup"}
-    said = []
-    for name, column in modes.items():
-        rows = sorted((r for r in content["rows"] if column in r), key=lambda r: r[column])
-        if rows:
-            ends = (f"{times(r[column])} ({shape_of(r)})" for r in (rows[0], rows[-1]))
-            said.append(f"{' to '.join(ends)} {name}")
-    if not said:
-        return []
+    """The smallest and largest speed-up of layers in each mode, on every card."""
+    modes = {"eager": "eager_speedup", "CUDA graphs": "graph_speedup"}
+    by_card = on_cards("linear", content)
+    body = []
+    for card, found in by_card.items():
+        cells = [card]
+        for column in modes.values():
+            rows = sorted((r for r in found["rows"] if column in r), key=lambda r: r[column])
+            cells.append(" to ".join(f"{times(r[column])} ({shape_of(r)})" for r in ends_of(rows)))
+        body.append(cells)
     return [
-        f"Linear layers, tokens x (out x in), forward + backward over bf16: {'; '.join(said)} "
-        f"{source_in_brief(content)}."
+        "**Linear layers**, tokens x (out x in), forward + backward, over bf16 in the same mode:",
+        "",
+        *table(("", *modes), body),
+        "",
+        " ".join(source(found) for found in by_card.values()),
     ]
+
+
+def ends_of(rows: Sequence[Row]) -> Sequence[Row]:
+    """Return the first and the last of the rows, where there are several."""
+    return [rows[0], rows[-1]] if len(rows) > 1 else rows
 
 
 def gemm(content: Content, page: Path) -> list[str]:
@@ -213,7 +230,7 @@ def host(content: Content, page: Path) -> list[str]:
     return section(
         "**Host time**, microseconds until a call returns, the GPU idle when it starts. The "
         "backward runs in the thread that calls it, unless the row says otherwise ([why]("
-        "experiments/host_time.md#the-thread-of-the-backward)):",
+        "../experiments/host_time.md#the-thread-of-the-backward)):",
         [c.replace("_", " ") for c in shown],
         rows,
         content,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from . import plots
-from .results import Row
+from .results import AUTOGRAD, CARDS, Row, load, of_card
 from .shapes import label
 
 LINE_LENGTH = 120
@@ -50,16 +51,22 @@ def source(content: Content, remark: str = "") -> str:
     versions = f"torch {where['torch']}, Triton {where['triton']}"
     if "torchao" in where:
         versions += f", torchao {where['torchao']}"
+    backward = where.get("backward", AUTOGRAD)
+    ran = f"; the backward {backward}" if backward != AUTOGRAD else ""
     return (
         f"(`{where['command']}`, {where['device']}, {versions}, {where['date']}"
-        f"{_recipe_of(content)}{remark})"
+        f"{_recipe_of(content)}{ran}{remark})"
     )
 
 
-def source_in_brief(content: Content) -> str:
-    """The command that made a result, and the card."""
-    where = content["environment"]
-    return f"(`{where['command']}`, {where['device']}{_recipe_of(content)})"
+def on_cards(name: str, first: Content) -> dict[str, Content]:
+    """Return the results of this name by card, ``first`` among them."""
+    found = {CARDS[0].upper(): first}
+    for card in CARDS[1:]:
+        content = load(name, of_card(card))
+        if content is not None:
+            found[card.upper()] = content
+    return found
 
 
 def _recipe_of(content: Content) -> str:
@@ -72,7 +79,7 @@ def image(file: str, text: str, page: Path) -> list[str]:
     """A link from ``page`` to the plot, where it has been drawn."""
     if not (plots.FOLDER / file).exists():
         return []
-    return [f"![{text}]({plots.FOLDER.relative_to(page.parent).as_posix()}/{file})", ""]
+    return [f"![{text}]({Path(os.path.relpath(plots.FOLDER, page.parent)).as_posix()}/{file})", ""]
 
 
 def times(value: float | None) -> str:
@@ -81,7 +88,7 @@ def times(value: float | None) -> str:
 
 
 def shape_of(row: Row) -> str:
-    """The linear that a row is about."""
+    """The linear layer that a row is about."""
     return label(row["m"], row["n"], row["k"])
 
 

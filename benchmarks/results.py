@@ -22,6 +22,10 @@ CARDS = ("h200", "h100")
 SMOKE_FOLDER = Path("runs/benchmarks")
 """Where smoke runs write: they are no results."""
 
+ONE_THREAD, AUTOGRAD = "in the calling thread", "in autograd's threads"
+"""Where the backward of a result ran. The latter is torch's default, and what results without the
+entry have; the former saves host time (docs/faq.md)."""
+
 Row = dict[str, Any]
 
 
@@ -63,6 +67,7 @@ def environment(name: str) -> dict[str, str]:
         "date": datetime.date.today().isoformat(),
         "cuda": torch.version.cuda or "absent",
         "command": command(name),
+        "backward": ONE_THREAD if not torch.autograd.is_multithreading_enabled() else AUTOGRAD,
         **peers,
     }
 

@@ -1,9 +1,9 @@
-"""The generated parts of README.md and docs/results.md: ``python -m benchmarks page``."""
+"""The generated parts of README.md and docs/results/: ``python -m benchmarks page``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from . import page_models, page_ops, results
@@ -34,13 +34,11 @@ class Page:
         path: of the file.
         sections: by the name of their result, in the order of the page.
         cards: whose results the page shows.
-        headings: by the name of the result that begins a chapter.
     """
 
     path: Path
     sections: dict[str, Section]
     cards: Sequence[str] = results.CARDS
-    headings: Mapping[str, str] = field(default_factory=dict)
 
     def render(self, folder: Path = results.FOLDER) -> str:
         """The generated part, marks included. A result that is not on disk has no section.
@@ -49,15 +47,10 @@ class Page:
         first card.
         """
         parts: list[str] = []
-        heading = ""
         for name, section in self.sections.items():
-            heading = self.headings.get(name, heading)
             for card in self.cards:
                 content = results.load(name, results.of_card(card, folder))
                 if content is not None:
-                    if heading:
-                        parts.append(f"## {heading}")
-                        heading = ""
                     lines = section(content, self.path)
                     parts.append("\n".join(map(wrapped, _of(card, lines))))
         return "\n\n".join([START, *parts, END])
@@ -77,39 +70,29 @@ class Page:
         return new != text
 
 
-RESULTS = Page(
-    ROOT / "docs" / "results.md",
-    {
-        "linear": page_ops.linear,
-        "block": page_models.block,
-        "layer": page_models.layer,
-        "memory": page_models.memory,
-        "hf_llama": page_models.hf_llama,
-        "head": page_models.head,
-        "experts": page_models.experts,
-        "grouped": page_ops.grouped,
-        "fsdp2": page_models.fsdp2,
-        "shards": page_models.shards,
-        "tensor_parallel": page_models.tensor_parallel,
-        "expert_parallel": page_models.expert_parallel,
-        "gemm": page_ops.gemm,
-        "cast": page_ops.cast,
-        "producers": page_ops.producers,
-        "host": page_ops.host,
-        "train_lm": page_models.training,
-        "train_moe": page_models.training,
-    },
-    headings={
-        "linear": "Linear layers",
-        "block": "Transformer blocks",
-        "hf_llama": "Whole models",
-        "experts": "Experts",
-        "fsdp2": "Several GPUs",
-        "gemm": "Kernels",
-        "host": "Host time",
-        "train_lm": "Losses of the demos",
-    },
+def _topic(file: str, **sections: Section) -> Page:
+    """A page of docs/results/."""
+    return Page(ROOT / "docs" / "results" / f"{file}.md", sections)
+
+
+TOPICS = (
+    _topic("linear", linear=page_ops.linear),
+    _topic("blocks", block=page_models.block, layer=page_models.layer, memory=page_models.memory),
+    _topic("models", hf_llama=page_models.hf_llama, head=page_models.head),
+    _topic("experts", experts=page_models.experts, grouped=page_ops.grouped),
+    _topic(
+        "gpus",
+        fsdp2=page_models.fsdp2,
+        shards=page_models.shards,
+        tensor_parallel=page_models.tensor_parallel,
+        expert_parallel=page_models.expert_parallel,
+    ),
+    _topic("kernels", gemm=page_ops.gemm, cast=page_ops.cast, producers=page_ops.producers),
+    _topic("host", host=page_ops.host),
+    _topic("demos", train_lm=page_models.training, train_moe=page_models.training),
 )
+"""The pages of results, one a topic."""
+
 README = Page(
     ROOT / "README.md",
     {
@@ -120,4 +103,4 @@ README = Page(
     },
     cards=results.CARDS[:1],
 )
-PAGES = (README, RESULTS)
+PAGES = (README, *TOPICS)

@@ -168,7 +168,7 @@ def ablation(contents: Sequence[Result]) -> str:
     outcomes = [Outcome(**run) for content in contents for run in content["runs"]]
     devices = dict.fromkeys(content["device"] for content in contents)
     lines = [
-        "## What each product costs",
+        "## What each matmul costs",
         "",
         f"The model of `make demo` on a GPU (114M parameters, 1,000 steps of 16k bytes of source "
         f"code); {', '.join(devices)}.",

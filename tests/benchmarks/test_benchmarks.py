@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks import __main__ as cli
 from benchmarks import check, host, results
@@ -34,10 +35,13 @@ def test_results_carry_what_reproduces_them(
     content = json.loads((tmp_path / "cast.json").read_text())
     assert content["rows"] == 2 * rows
     assert content["copy_gb_s"] == 4000
-    wanted = {"device", "torch", "cuda", "triton", "python", "date", "command"}
+    wanted = {"device", "torch", "cuda", "triton", "python", "date", "command", "backward"}
     assert set(content["environment"]) == wanted | peers.keys()
     assert content["environment"].items() >= peers.items()
     assert content["environment"]["command"] == "python -m benchmarks cast"
+    assert content["environment"]["backward"] == "in autograd's threads"
+    with torch.autograd.set_multithreading_enabled(False):
+        assert results.environment("cast")["backward"] == "in the calling thread"
     assert results.load("cast", tmp_path) == content
     assert results.load("gemm", tmp_path) is None
 

@@ -1,4 +1,4 @@
-"""The generated parts of README.md and docs/results.md, and plots, from results on disk."""
+"""The generated parts of README.md and docs/results/, and plots, from results on disk."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_the_command_updates_the_generated_part_of_every_page(
         copy.path.write_text(f"above\n{START}\nold\n{END}\nbelow\n")
     for done in ("updated", "is up to date"):
         assert cli.main(["page"]) == 0
-        assert capsys.readouterr().out == f"README.md {done}\nresults.md {done}\n"
+        assert capsys.readouterr().out == "".join(f"{p.path.name} {done}\n" for p in PAGES)
         for copy in copies:
             assert copy.path.read_text("utf-8") == f"above\n{copy.render()}\nbelow\n"
 
