@@ -58,6 +58,16 @@ def test_a_block_computes_what_one_process_does(
             assert relative_error(whole(p.grad), want.grads[name]) < 0.05, name
 
 
+@on_ranks(2, gpus=())
+@pytest.mark.parametrize("style", [ColwiseParallel, RowwiseParallel])
+def test_frozen_weights_keep_their_recipe(mesh: DeviceMesh, style: Any) -> None:
+    linear = nn.Linear(512, 512, bias=False).bfloat16()
+    convert(linear, POW2, skip_small=False)
+    freeze(linear)
+    parallelize_module(linear, mesh, style())
+    assert linear.weight.to_local().recipe == POW2
+
+
 @on_ranks(2)
 def test_the_order_of_convert_does_not_matter(mesh: DeviceMesh) -> None:
     inputs = batches(mesh)
