@@ -15,7 +15,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 pytest.importorskip("safetensors")
 
-from blocktensor import convert, freeze, load_fp8, save_fp8
+from blocktensor import Recipe, convert, freeze, load_fp8, save_fp8
+from blocktensor.checkpoint import load
 from blocktensor.ops.formats import Quantized
 from tests.support.checkpoint_experts import read
 from tests.support.models import randn
@@ -76,3 +77,40 @@ def test_several_pieces_of_a_stack(mesh: DeviceMesh, separate: bool, tmp_path: P
     local = model.experts.gate_up_proj.to_local()
     assert_same_cast(local.rowwise(), Quantized(mine(data), mine(scale), format))
     assert torch.equal(model.experts.table.to_local(), mine(source.experts.table))
+
+
+def written(mesh: DeviceMesh, path: Path) -> Path:
+    if dist.get_rank() == 0:
+        save_fp8(in_fp8(holder(Experts(0))), path)
+    dist.barrier()
+    return path
+
+
+@on_ranks(2, gpus=())
+def test_another_recipe_than_that_of_shards_is_refused(mesh: DeviceMesh, tmp_path: Path) -> None:
+    model = in_fp8(holder(Experts(1).cut(mesh)))
+    before = model.experts.gate_up_proj.to_local().rowwise()
+    path = written(mesh, tmp_path / "fp8")
+    with pytest.raises(NotImplementedError, match="gate_up_proj is sharded with Recipe"):
+        load_fp8(model, path, recipe=Recipe(batch_invariant=True))
+    assert_same_cast(model.experts.gate_up_proj.to_local().rowwise(), before)
+
+
+@on_ranks(2, gpus=())
+def test_a_file_that_one_rank_cannot_read_changes_no_rank(
+    mesh: DeviceMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = in_fp8(holder(Experts(1).cut(mesh)))
+    before = model.experts.gate_up_proj.to_local().rowwise()
+    table = model.experts.table.to_local().clone()
+    path = written(mesh, tmp_path / "fp8")
+
+    def fail(*args: Any) -> Any:
+        raise OSError("a broken disk")
+
+    if dist.get_rank() == 1:
+        monkeypatch.setattr(load, "read_values", fail)
+    with pytest.raises((OSError, RuntimeError), match="a broken disk"):
+        load_fp8(model, path)
+    assert_same_cast(model.experts.gate_up_proj.to_local().rowwise(), before)
+    assert torch.equal(model.experts.table.to_local(), table)
