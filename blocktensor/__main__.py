@@ -22,6 +22,7 @@ from torch import Tensor
 
 import blocktensor
 
+from . import patches
 from .conversion.fast_path import FAMILIES, described
 from .ops import reference
 from .ops.devices import HOPPER, capability, card
@@ -39,6 +40,7 @@ VARIABLES = (
     "BLOCKTENSOR_FAST_PATH",
     "BLOCKTENSOR_GEMM",
     "BLOCKTENSOR_PLAYER",
+    patches.VARIABLE,
     "TRITON_INTERPRET",
     "CUDA_VISIBLE_DEVICES",
 )
@@ -62,12 +64,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     devices = _devices()
     if options.json:
         told = {str(x): facts(x) | {"self_check": checked(x)} for x in devices}
-        print(json.dumps({"environment": environment_of(), "devices": told}, indent=2))
+        whole = {"environment": environment_of(), "devices": told, "patches": patches.facts()}
+        print(json.dumps(whole, indent=2))
         return 0 if all(found["self_check"]["holds"] for found in told.values()) else 1
     print(environment())
     for device in devices:
         print(f"\n{backends(device)}")
-    print()
+    print(f"\n{patches.table()}\n")
     passed = True
     for device in devices:
         found = checked(device)

@@ -1,11 +1,13 @@
 """Fill the tables of ops that FP8 tensors implement, and register their types with torch.
 
-``import blocktensor`` imports this module. The tables lie below the modules that fill them.
+``import blocktensor`` imports this module. The tables lie below the modules that fill them, and so
+does the table of patches (``patches.py``), which are applied later.
 """
 
 import torch
 
 from .checkpoint import save  # noqa: F401  (fills its tables, as modules below do)
+from .conversion import pretrained_models  # noqa: F401
 from .ops.formats import named
 from .overrides.torch_functions import OVERRIDES
 from .recipe import Recipe

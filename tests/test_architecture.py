@@ -17,7 +17,7 @@ import pytest
 
 PACKAGE = "blocktensor"
 ROOT = Path(__file__).resolve().parent.parent
-MAX_ROOT_MODULES = 18
+MAX_ROOT_MODULES = 19
 
 # Rooms from top to bottom: a module imports from its own room and from rooms below it. A room is a
 # folder with all in it that has no rank of its own, or one module.
@@ -38,7 +38,9 @@ RANKS = (
     "blocktensor.autograd",
     "blocktensor.sharding",
     "blocktensor.tensor.aten",
+    "blocktensor.tensor.compat",
     "blocktensor.tensor",
+    "blocktensor.tensor.torch_internals",
     "blocktensor.recipe",
     "blocktensor.ops.producers",
     "blocktensor.ops.norm",
@@ -50,6 +52,7 @@ RANKS = (
     "blocktensor.ops.op",
     "blocktensor.ops.runtime",
     "blocktensor.ops",
+    "blocktensor.patches",
     "blocktensor.text_table",
 )
 
@@ -76,9 +79,20 @@ Its names are imported under ``TYPE_CHECKING``, too, where go-to-definition find
 
 OWNED = {
     "_local_tensor": "blocktensor.sharding.dtensor",
-    **dict.fromkeys(("_getframe", "f_back", "f_locals"), "blocktensor.tensor.compat.callers"),
+    **dict.fromkeys(
+        ("_getframe", "f_back", "f_locals"), "blocktensor.tensor.torch_internals.callers"
+    ),
 }
 """Names that one module alone may use."""
+
+MAY_SET_CLASS = {
+    "blocktensor.fusion.fused_class",  # of the user's modules
+    "blocktensor.tensor.compat.swap_in",  # of the user's parameters
+}
+"""Modules other than ``patches.py`` that change the class of an object."""
+
+IN_A_SCOPE = {"blocktensor.ops.runtime.triton_compat.compiler": "tools.ptxas"}
+"""Attributes of other libraries that are set in a scope of theirs, which resets them."""
 
 Graph = dict[str, set[str]]
 """For every module the modules that it imports."""
@@ -159,6 +173,56 @@ def duck_typing(modules: dict[str, Path]) -> list[str]:
     return found
 
 
+def _root(node: ast.AST) -> str:
+    """The variable that a chain of attributes begins with."""
+    while isinstance(node, (ast.Attribute, ast.Call, ast.Subscript)):
+        node = node.func if isinstance(node, ast.Call) else node.value
+    return getattr(node, "id", "")
+
+
+def _others(tree: ast.AST) -> set[str]:
+    """Names of other libraries' objects in a module: imported, or read from one that is."""
+    found = set()
+    nodes = list(ast.walk(tree))
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            found |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            found |= {alias.asname or alias.name for alias in node.names}
+    found.discard(PACKAGE)
+    for node in nodes:
+        if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
+            text = ast.unparse(node.value)
+            is_module = text.startswith(("sys.modules", "importlib.import_module"))
+            is_read = isinstance(node.value, ast.Attribute) and _root(node.value) in found
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            if is_module or is_read:
+                found |= {x.id for x in targets if isinstance(x, ast.Name)}
+    return found
+
+
+def patches_elsewhere(modules: dict[str, Path]) -> list[str]:
+    """Attributes of other libraries that are set outside of ``patches.py``, which lists them."""
+    found = []
+    for module, path in modules.items():
+        if module == f"{PACKAGE}.patches":
+            continue
+        tree = ast.parse(path.read_text("utf-8"))
+        theirs = _others(tree)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load):
+                if node.attr == "__class__" and module not in MAY_SET_CLASS:
+                    found.append(f"{module}:{node.lineno}: __class__")
+                changed: ast.AST = node
+            elif isinstance(node, ast.Call) and _root(node.func) in ("setattr", "delattr"):
+                changed = node.args[0]
+            else:
+                continue
+            if _root(changed) in theirs and ast.unparse(changed) != IN_A_SCOPE.get(module):
+                found.append(f"{module}:{changed.lineno}: {ast.unparse(changed)}")
+    return found
+
+
 def packed_lines(modules: dict[str, Path]) -> list[str]:
     """Unpacked displays, ``*(a, b)``, whose lines the formatter does not lay out."""
     return [
@@ -182,7 +246,15 @@ def open_rooms(modules: dict[str, Path]) -> list[str]:
 
 OF_GRAPHS: tuple[Rule, ...] = (import_circles, modules_without_room, upward_arrows)
 RULES = {
-    rule.__name__: rule for rule in (*OF_GRAPHS, block_sizes, duck_typing, packed_lines, open_rooms)
+    rule.__name__: rule
+    for rule in (
+        *OF_GRAPHS,
+        block_sizes,
+        duck_typing,
+        patches_elsewhere,
+        packed_lines,
+        open_rooms,
+    )
 }
 
 # This repository
@@ -248,6 +320,11 @@ def test_a_circle_is_found(back: bool) -> None:
         ("tensor.weight", "ops.cast.ops", True),
         ("autograd.linear", "tensor.base", True),
         ("ops.cast.ops", "tensor.base", False),
+        ("tensor.base", "tensor.torch_internals.callers", True),
+        ("tensor.torch_internals.callers", "tensor.base", False),
+        ("tensor.compat.swap_in", "tensor.weight", True),
+        ("tensor.weight", "tensor.compat.swap_in", False),
+        ("patches", "ops.formats", False),
         ("ops.gemm.ops", "ops.cast", True),
         ("ops.gemm.hopper.launch", "ops.gemm.ops", False),
         ("ops.gemm.ops", "ops.gemm.hopper.launch", True),
@@ -280,6 +357,13 @@ def test_an_upward_arrow_is_found(module: str, target: str, allowed: bool) -> No
         ("duck_typing", "model/x.py", "getattr(x, '_local_tensor')", "model.x:1: _local_tensor"),
         ("duck_typing", "model/x.py", "sys._getframe(1)", "model.x:1: _getframe"),
         ("duck_typing", "model/x.py", "def __getattr__(self, x): ...", "model.x:1: __getattr__"),
+        ("patches_elsewhere", "patches.py", "x.__class__ = y", None),
+        ("patches_elsewhere", "model/x.py", "import torch\nx = torch.y()\nself.z = x.z", None),
+        ("patches_elsewhere", "model/x.py", "import torch\ntorch.f += 1", "model.x:2: torch.f"),
+        ("patches_elsewhere", "model/x.py", "from a import B\nsetattr(B, c, 1)", "model.x:2: B"),
+        ("patches_elsewhere", "model/x.py", "x = sys.modules[y]\nx.f = 1", "model.x:2: x.f"),
+        ("patches_elsewhere", "model/x.py", "import a\nx = a.b\nx.f = 1", "model.x:3: x.f"),
+        ("patches_elsewhere", "model/x.py", "x.__class__ = y", "model.x:1: __class__"),
         ("packed_lines", "model/x.py", "x = [*(1, 2), 3]", "model.x:1: an unpacked display"),
         ("packed_lines", "model/x.py", "x = [*a, *(b for b in c)]", None),
     ],

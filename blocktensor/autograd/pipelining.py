@@ -7,12 +7,13 @@ gradients runs, if an ``autograd.Function`` made it (pytorch#166577): the second
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from ..patches import PIPELINE_HALVES
 
 LOSES_GRAPHS = torch.__version__ < "2.13"  # versions, not texts, are compared
 
@@ -23,10 +24,7 @@ _input_halves: list[object] = []
 
 def watch_halves() -> None:
     """Wrap the function that computes input halves, if pipelining was imported, once."""
-    stage: Any = sys.modules.get("torch.distributed.pipelining.stage")
-    original = getattr(stage, "stage_backward_input", None)
-    if original is not None and not hasattr(original, "__wrapped__"):
-        stage.stage_backward_input = _watched(original)
+    PIPELINE_HALVES.apply()
 
 
 def is_input_half() -> bool:
@@ -34,6 +32,7 @@ def is_input_half() -> bool:
     return bool(_input_halves)
 
 
+@PIPELINE_HALVES.made_by
 def _watched(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def stage_backward_input(outputs: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from ..ops.cast.ops import quantize_rowwise, quantize_transpose
 from ..ops.formats import BlockFormat, Quantized
-from ..tensor.compat.aot_autograd import kept_in_backward
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor, Generation
 from ..tensor.operand import Operand, operand_of
+from ..tensor.torch_internals.aot_autograd import kept_in_backward
 from ..tensor.weight import BlockwiseFP8Weight
 from ..tensor.weight_cache import ForwardCast, FP8Cache
 from .plan import Plan

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from ..conversion.pretrained_models import follow_pretrained_models
 from ..model.names import is_module
 from ..model.weights import is_linear, kind_of
+from ..patches import apply_for_fp8
 from ..recipe import Recipe
 from ..sharding.dtensor import fp8_part, local_of
 from ..sharding.fsdp.shards import FrozenShard
@@ -255,7 +255,7 @@ def _assign(
         if id(target.current) in replaced:
             setattr(target.module, target.attribute, replaced[id(target.current)])
         if isinstance(getattr(target.module, target.attribute), FP8Base):
-            follow_pretrained_models()
+            apply_for_fp8()
 
 
 class _Target(NamedTuple):

@@ -7,7 +7,6 @@ model, so that the model does not change. transformers before version 5 has no s
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import importlib
 import sys
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..model.weights import is_fully_sharded
+from ..patches import PROGRESS_BAR
 
 Rules = Sequence[Any]
 """By which transformers renames and converts tensors as it loads them."""
@@ -136,7 +136,7 @@ def loaded(
         **dict.fromkeys(("dtype", "device_map", "disk_offload_folder")),
         offload_buffers=False,
     )
-    with _without_progress_bar():
+    with PROGRESS_BAR.during():
         info, _ = library.convert_and_load_state_dict_in_model(twin, dict(stored), how)
     empty, after = set(map(id, before)), twin.state_dict(keep_vars=True)
     made = {name: x for name, x in after.items() if isinstance(x, Tensor) and id(x) not in empty}
@@ -145,12 +145,7 @@ def loaded(
     return Loaded(made, mismatched, {name: lines[-2:][0] for name, lines in errors.items()})
 
 
-@contextlib.contextmanager
-def _without_progress_bar() -> Iterator[None]:
-    """Show no progress of a load without values; its switch also stands for other libraries."""
-    logging: Any = importlib.import_module("transformers.utils.logging")
-    shown, logging._tqdm_active = getattr(logging, "_tqdm_active", True), False
-    try:
-        yield
-    finally:
-        logging._tqdm_active = shown
+@PROGRESS_BAR.made_by
+def _no_progress_bar(is_shown: bool) -> bool:
+    """Show no progress of a load without values."""
+    return False

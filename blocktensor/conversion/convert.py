@@ -33,6 +33,7 @@ from ..model.weights import (
     weights_of,
     why_unconvertible,
 )
+from ..patches import apply_for_fp8
 from ..recipe import DEFAULT_RECIPE, Recipe, is_recipe
 from ..sharding.dtensor import fp8_part, is_parallel, local_of, own_part
 from ..sharding.fsdp.fsdp_internals import owner_of
@@ -42,7 +43,6 @@ from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from .checks import castable, not_fake
 from .fast_path import described, gpu_of, warn_if_missing
 from .plan import Choices, Filter, decide, heads_of, is_to_be_cast
-from .pretrained_models import follow_pretrained_models
 from .report import ConversionReport, Entry, MinSizes
 from .state_dict import register_state_hooks
 from .warn import warn_of_container, warn_of_nothing, warn_of_stacks
@@ -213,7 +213,7 @@ def _register_hooks(module: nn.Module) -> None:
     """Register the hooks of a module that holds FP8 weights, its own or tied ones."""
     if any(fp8_part(weight) is not None for weight in module._parameters.values()):
         register_state_hooks(module)
-        follow_pretrained_models()
+        apply_for_fp8()
 
 
 # The report, which is written before anything changes

@@ -8,36 +8,33 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
 
+from ..patches import RESIZE_TOKEN_EMBEDDINGS, SAVE_PRETRAINED
 from ..sharding.dtensor import fp8_part
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
 
 
-def follow_pretrained_models() -> None:
-    """Wrap the methods of transformers' models, once."""
-    library: Any = sys.modules.get("transformers.modeling_utils")
-    kind = getattr(library, "PreTrainedModel", None)
-    if kind is None or hasattr(kind.save_pretrained, "is_of_blocktensor"):
-        return
-    _wrap(kind, "save_pretrained", _save_pretrained)
-    _wrap(kind, "resize_token_embeddings", _resize_token_embeddings)
-
-
-def _wrap(kind: Any, name: str, ours: Callable[..., Any]) -> None:
-    theirs = getattr(kind, name)
-
+def _around(theirs: Any, ours: Callable[..., Any]) -> Any:
     @functools.wraps(theirs)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
         return ours(theirs, self, *args, **kwargs)
 
-    wrapped.is_of_blocktensor = True  # type: ignore[attr-defined]
-    setattr(kind, name, wrapped)
+    return wrapped
+
+
+@SAVE_PRETRAINED.made_by
+def _around_save_pretrained(theirs: Any) -> Any:
+    return _around(theirs, _save_pretrained)
+
+
+@RESIZE_TOKEN_EMBEDDINGS.made_by
+def _around_resize_token_embeddings(theirs: Any) -> Any:
+    return _around(theirs, _resize_token_embeddings)
 
 
 def _save_pretrained(theirs: Any, model: Any, *args: Any, **kwargs: Any) -> Any:

@@ -17,12 +17,13 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from ..model.weights import frozen_form, local_stack
 from ..ops import checks
 from ..ops.checks import HIGH_PRECISION
+from ..patches import PARAMETER_REGISTRATION
 from ..sharding.cuts import frozen_like, frozen_parts, held
 from ..sharding.dtensor import fp8_part, local_of, own_part, with_local
 from ..sharding.fsdp.shards import FP8Shard, FrozenShard
 from ..tensor.base import MasterBase
-from ..tensor.compat.callers import saves_parts
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
+from ..tensor.torch_internals.callers import saves_parts
 from ..tensor.weight import BlockwiseFP8Weight
 
 
@@ -46,7 +47,9 @@ def _join(module: nn.Module, name: str, parameter: Tensor | None) -> None:
 # Process-wide, because a module that takes an FP8 weight later (``b.weight = a.weight``) was not
 # converted itself, and ``load_state_dict(assign=True)`` would put a plain parameter in its place:
 # torch asks neither the old parameter nor any other global hook before it does.
-register_module_parameter_registration_hook(_join)
+@PARAMETER_REGISTRATION.made_by
+def _join_all() -> Any:
+    return register_module_parameter_registration_hook(_join)
 
 
 def _plain_parts(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:

@@ -10,17 +10,20 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from peft.tuners.lora.dora import DoraLinearLayer
+import peft.tuners.lora.dora  # noqa: F401  (is patched)
 
+from ..patches import DORA_NORMS
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 
-_theirs = DoraLinearLayer.get_weight_norm
+
+@DORA_NORMS.made_by
+def _of_values(theirs: Any) -> Any:
+    @functools.wraps(theirs)
+    def get_weight_norm(self: Any, weight: Any, *args: Any, **kwargs: Any) -> Any:
+        values = weight.dequantize() if isinstance(weight, BlockwiseFP8Tensor) else weight
+        return theirs(self, values, *args, **kwargs)
+
+    return get_weight_norm
 
 
-@functools.wraps(_theirs)
-def _norms_of_values(self: Any, weight: Any, *args: Any, **kwargs: Any) -> Any:
-    values = weight.dequantize() if isinstance(weight, BlockwiseFP8Tensor) else weight
-    return _theirs(self, values, *args, **kwargs)
-
-
-setattr(DoraLinearLayer, "get_weight_norm", _norms_of_values)  # noqa: B010
+DORA_NORMS.apply()

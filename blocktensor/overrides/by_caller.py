@@ -16,9 +16,9 @@ from torch import Tensor
 from ..sharding.dtensor import check_cuts
 from ..sharding.fsdp.shards import chunks
 from ..tensor.base import MasterBase
-from ..tensor.compat.callers import APPLY, Caller, caller
 from ..tensor.compat.swap_in import carry_over, take_content
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
+from ..tensor.torch_internals.callers import APPLY, Caller, caller
 from ..tensor.weight import BlockwiseFP8Weight
 
 

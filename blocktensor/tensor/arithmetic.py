@@ -15,7 +15,7 @@ from torch.compiler import is_compiling
 
 from ..ops.runtime.specialize import PLAIN
 from .base import MasterBase
-from .compat.callers import layer_runs
+from .torch_internals.callers import layer_runs
 
 
 def is_arithmetic(factors: Sequence[Tensor]) -> bool:

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from .compat.aot_autograd import plain_tangent, source_key
-from .compat.callers import address_as_a_name, caller
+from .. import patches
 from .refusals import name_module, refuse
+from .torch_internals.aot_autograd import plain_tangent, source_key
+from .torch_internals.callers import address_as_a_name, caller
 
 TORCH_FUNCTIONS: dict[Any, Callable[..., Any]] = {}
 """Overrides above autograd for all FP8 types, from ``overrides/torch_functions.py``.
@@ -27,6 +28,8 @@ _GRAD: Any = Tensor.grad  # the descriptor
 
 def wrapper(kind: type, size: Sequence[int], **layout: Any) -> Any:
     """Return a tensor without memory; functions in C that would read it raise."""
+    if patches.is_pending:
+        patches.apply_for_fp8()
     made: Any = torch.Tensor._make_wrapper_subclass(kind, size, **layout)
     torch._C._set_throw_on_mutable_data_ptr(made)
     return made
@@ -79,6 +82,11 @@ class FP8Base(Tensor):
         _, _, about, state = args
         names = [n for n, x in state.items() if isinstance(x, Tensor) and x.dtype == _E4M3]
         return rebuilt, (about, _viewed(state, names, torch.uint8), names)
+
+    def __setstate__(self, state: Any) -> None:
+        """Take the attributes of a copy or a pickle, which may be the first FP8 tensor here."""
+        patches.apply_for_fp8()  # on meta torch makes it without `wrapper`
+        torch._utils._set_obj_state(self, state)
 
     def element_size(self) -> int:
         """Return the bytes an element takes: 1 of a frozen weight (``get_memory_footprint``)."""

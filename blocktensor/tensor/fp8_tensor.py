@@ -376,7 +376,7 @@ class BlockwiseFP8Tensor(FP8Base):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # addresses and versions hold in the process that wrote them only
-        self.__dict__.update(state, source_version=None)
+        super().__setstate__({**state, "source_version": None})
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         sides = [s for s in ("rowwise", "columnwise") if getattr(self, f"{s}_data") is not None]

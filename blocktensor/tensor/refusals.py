@@ -9,7 +9,7 @@ from torch._compile import _disable_dynamo
 from torch.utils._pytree import tree_leaves
 
 from ..ops.formats import BlockFormat
-from .compat.callers import modules_that_run
+from .torch_internals.callers import modules_that_run
 
 
 def refuse_rebuilding(cls: type) -> NoReturn:

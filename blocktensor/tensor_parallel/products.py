@@ -33,8 +33,8 @@ from ..autograd.saved_weight import WeightRead
 from ..ops.cast.ops import quantize_columnwise
 from ..ops.formats import BlockFormat, Quantized
 from ..ops.gemm.ops import gemm
-from ..tensor.compat.aot_autograd import kept_in_backward
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
+from ..tensor.torch_internals.aot_autograd import kept_in_backward
 from .collectives import Pending, Reduction, TokenShards, ready
 from .weight_part import WeightPart, read_part
 

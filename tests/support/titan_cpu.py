@@ -24,6 +24,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import schedules
 
+from blocktensor.patches import SET_TIMEOUT
+
 Losses = list[tuple[float, float]]
 """Loss and norm of the gradient of every step."""
 
@@ -72,8 +74,10 @@ def patch_torchtitan() -> None:
         import torchtitan.models.llama3.config_registry  # noqa: F401
         import torchtitan.trainer as trainer
 
-        import blocktensor.integrations.torchtitan  # noqa: F401  (defines set_timeout for all runs)
+        import blocktensor.integrations.torchtitan  # noqa: F401
 
+    if not hasattr(torch.distributed, "set_timeout"):
+        SET_TIMEOUT.apply()  # for runs in high precision, too
     trainer.time = types.SimpleNamespace(sleep=lambda seconds: None, perf_counter=time.perf_counter)
 
     def without_division(model: nn.Module) -> None:

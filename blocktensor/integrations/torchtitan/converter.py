@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 from torchtitan.components.quantization import QuantizationConverter
 from torchtitan.models.common.decoder import Decoder
@@ -22,6 +23,7 @@ from ...fusion.fuse import fuse
 from ...fusion.fused_class import fused_modules
 from ...fusion.mlp import MLP
 from ...ops.formats import ScaleRounding
+from ...patches import SET_TIMEOUT, TORCHTITAN_CONFIG
 from ...recipe import CachePolicy, Recipe, WgradInput
 from .parallel import cut_linears
 
@@ -110,7 +112,9 @@ class BlockwiseFP8Converter(QuantizationConverter):
                 f"the model {model_class.__name__} is in blockwise FP8 already: keep one of the "
                 f"converter and the override"
             )
-        model_config.__class__ = _in_fp8(model_class, self).Config
+        if not hasattr(torch.distributed, "set_timeout"):
+            SET_TIMEOUT.apply()
+        TORCHTITAN_CONFIG.give_class(model_config, self)
         return model_config
 
     def convert_built(self, model: nn.Module) -> None:
@@ -156,6 +160,16 @@ def _check_names(filter_fqns: Any) -> None:
             "filter_fqns holds an empty name, which every module contains: remove it; without the "
             "converter the whole model stays in high precision"
         )
+
+
+@SET_TIMEOUT.made_by
+def _set_timeout(_: None) -> Any:
+    return torch.distributed.distributed_c10d._set_pg_timeout
+
+
+@TORCHTITAN_CONFIG.made_by
+def _config_in_fp8(config_class: Any, converter: BlockwiseFP8Converter) -> Any:
+    return _in_fp8(config_class._owner, converter).Config
 
 
 def _in_fp8(model_class: Any, converter: BlockwiseFP8Converter) -> Any:

@@ -20,12 +20,6 @@ from torchtitan.trainer import Trainer
 
 from .converter import BlockwiseFP8Converter
 
-if not hasattr(torch.distributed, "set_timeout"):
-    # torchtitan 0.3.0 calls it after the first step; torch 2.13 has it under a private name
-    torch.distributed.set_timeout = (  # type: ignore[attr-defined]
-        torch.distributed.distributed_c10d._set_pg_timeout
-    )
-
 
 @override(target=Decoder.Config, description="linears and experts in blockwise FP8")
 def blockwise_fp8(config: Decoder.Config, **options: Any) -> Decoder.Config:

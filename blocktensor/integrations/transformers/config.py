@@ -10,6 +10,7 @@ from transformers.quantizers.auto import register_quantization_config
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ...conversion.report import MinSizes
+from ...patches import FP8_LOADING, GIVEN_CONFIG
 from ...recipe import DEFAULT_RECIPE, Recipe
 
 METHOD = "blocktensor"
@@ -47,6 +48,12 @@ class BlockwiseFP8Config(QuantizationConfigMixin):  # type: ignore[misc,unused-i
     frozen: bool = False
     fuse: bool = False
     quant_method: str = METHOD  # type: ignore[assignment,unused-ignore]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> BlockwiseFP8Config:
+        """Prepare transformers: copies and pickles pass here, too."""
+        GIVEN_CONFIG.apply()
+        FP8_LOADING.apply()
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         if not isinstance(self.recipe, Recipe):

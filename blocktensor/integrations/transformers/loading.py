@@ -15,6 +15,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +23,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import modeling_utils
-from transformers.quantizers.auto import AutoHfQuantizer
 
 from ...checkpoint.contents import Entry, entries_of, names_of_scales
 from ...checkpoint.load import load_matched
@@ -31,8 +30,9 @@ from ...checkpoint.match import Matched, match
 from ...checkpoint.on_disk import CheckpointError
 from ...checkpoint.pretrained import Rules
 from ...checkpoint.pretrained_reader import PretrainedReader
+from ...patches import FP8_LOADING, GIVEN_CONFIG
 from ...recipe import Recipe
-from ...tensor.compat.callers import Caller
+from ...tensor.torch_internals.callers import Caller
 from .config import BlockwiseFP8Config
 
 _METHODS = ("fp8", "compressed-tensors")
@@ -41,13 +41,12 @@ _METHODS = ("fp8", "compressed-tensors")
 _E4M3_FORMAT = "float-quantized"
 """The format of compressed-tensors that stores one E4M3 element a byte."""
 
-_LOADING = "convert_and_load_state_dict_in_model"
 
-
-def prefer_given_config() -> None:
+@GIVEN_CONFIG.made_by
+def _prefer_given_config(theirs: Any) -> Any:
     """Make ``from_pretrained`` take a given BlockwiseFP8Config, whatever the file says."""
-    theirs = AutoHfQuantizer.merge_quantization_configs
 
+    @functools.wraps(theirs)
     def merged(quantization_config: Any, quantization_config_from_args: Any) -> Any:
         if not isinstance(quantization_config_from_args, BlockwiseFP8Config):
             return theirs(quantization_config, quantization_config_from_args)
@@ -64,13 +63,14 @@ def prefer_given_config() -> None:
             )
         return quantization_config_from_args
 
-    setattr(AutoHfQuantizer, "merge_quantization_configs", staticmethod(merged))  # noqa: B010
+    return staticmethod(merged)
 
 
-def announce_loading() -> None:
+@FP8_LOADING.made_by
+def _announce_loading(theirs: Any) -> Any:
     """Make ``from_pretrained`` call ``before_loading`` of our quantizer before it loads tensors."""
-    theirs = getattr(modeling_utils, _LOADING)
 
+    @functools.wraps(theirs)
     def announced(model: Any, state_dict: Any, load_config: Any, *args: Any, **kwargs: Any) -> Any:
         quantizer = load_config.hf_quantizer
         if not isinstance(getattr(quantizer, "quantization_config", None), BlockwiseFP8Config):
@@ -84,7 +84,7 @@ def announce_loading() -> None:
         info.missing_keys -= ours.weights  # they stay on meta, and take no memory
         return info, *others
 
-    setattr(modeling_utils, _LOADING, announced)
+    return announced
 
 
 def state_given_to_save(asks: Caller) -> dict[str, Any] | None:

@@ -26,7 +26,7 @@ from ...fusion.fuse import FusionReport, fuse
 from ...model.names import weights_to_skip
 from ...model.weights import fp8_weights, is_linear
 from ...sharding.dtensor import local_of
-from ...tensor.compat.callers import caller
+from ...tensor.torch_internals.callers import caller
 from .config import METHOD, BlockwiseFP8Config
 from .loading import FP8Checkpoint, fp8_checkpoint, state_given_to_save
 

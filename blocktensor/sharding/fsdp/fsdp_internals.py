@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary, WeakIdRef
 
 from ...ops.formats import ceil_div
+from ...patches import FSDP_CHANGES, FSDP_FORWARDS
 from ...tensor.base import MasterBase
 from ..dtensor import local_of
 
@@ -70,12 +71,8 @@ class ShardedParam:
 
     def track(self) -> None:
         """Count from now on what :meth:`changes` and :meth:`forwards` return."""
-        owner: Any = self.owner()
-        context: Any = self._context()
-        if not hasattr(owner, "changes"):
-            owner.__class__ = _counts_changes(owner.__class__)
-        if not hasattr(context, "forwards"):
-            context.__class__ = _counts_forwards(context.__class__)
+        FSDP_CHANGES.give_class(self.owner())
+        FSDP_FORWARDS.give_class(self._context())
 
     def changes(self) -> int | None:
         """Return how often the part was changed or replaced, as far as PyTorch counts.
@@ -169,6 +166,7 @@ def _holds(owner: Any, local: Tensor, module: nn.Module | None) -> bool:
     return held and (module is None or owner._module_info.module is module)
 
 
+@FSDP_CHANGES.made_by
 @functools.cache
 def _counts_changes(base: Any) -> Any:
     """Return a class of parameters that count their changes, but for what FSDP does by itself.
@@ -219,6 +217,7 @@ def _state_of(weight: Tensor) -> object:
     return counters, WeakIdRef(local), WeakIdRef(master), master.data_ptr(), master.device
 
 
+@FSDP_FORWARDS.made_by
 @functools.cache
 def _counts_forwards(base: Any) -> Any:
     """Return a class of contexts that count forwards: a hook on modules breaks compiled graphs.

@@ -15,11 +15,11 @@ from ...ops import checks
 from ...ops.formats import Quantized
 from ...ops.scale_layouts import copy_data_, empty_quantized, laid_out
 from ..base import implements, only_dtype, view_of_its_kind
-from ..compat.callers import converts_a_model
 from ..compat.sent_frozen import Bucket
 from ..fp8_tensor import ATEN_OPS, BlockwiseFP8Tensor
 from ..operand import Operand
 from ..refusals import refuse, refuse_bytes, refuse_to_pick
+from ..torch_internals.callers import converts_a_model
 
 aten = torch.ops.aten
 

@@ -16,10 +16,10 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 from ...ops import checks
 from ...ops.runtime.specialize import PLAIN
 from ..base import FP8Base, implements, on_master, only_dtype, view_of_its_kind
-from ..compat.aot_autograd import share_storage
-from ..compat.callers import converts_a_model
 from ..late_copy import LateCopy
 from ..refusals import refuse_bytes, refuse_to_pick
+from ..torch_internals.aot_autograd import share_storage
+from ..torch_internals.callers import converts_a_model
 from ..weight import WEIGHT_OPS, BlockwiseFP8Weight
 from ..weight_cache import FP8Cache
 

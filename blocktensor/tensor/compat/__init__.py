@@ -1,1 +1,1 @@
-"""Internal: parts of torch and of other libraries that need to be told of FP8 tensors."""
+"""Internal: functions of torch that need to be told of the FP8 types; above these types."""

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...patches import SWAP_TENSORS
 from ..base import FP8Base
 from ..fp8_tensor import BlockwiseFP8Tensor
+from ..torch_internals.callers import APPLY, PARAMETRIZE, caller
 from ..weight import BlockwiseFP8Weight
-from .callers import APPLY, PARAMETRIZE, caller
 
 _FP8 = BlockwiseFP8Weight, BlockwiseFP8Tensor
 _DATA: Any = Tensor.data  # the descriptor
@@ -72,12 +73,9 @@ def take_content(parameter: Tensor, converted: Tensor) -> bool:
     return True
 
 
-_swap_tensors = torch.utils.swap_tensors
-
-
-@functools.wraps(_swap_tensors)
-def swap_tensors(t1: Any, t2: Any) -> None:
-    """Swap two tensors as torch does, except for FP8 parameters.
+@SWAP_TENSORS.made_by
+def _around(original: Any) -> Any:
+    """Return a function that swaps two tensors as torch does, except for FP8 parameters.
 
     - A swap with itself changes nothing. torch refuses one of a tensor with weak references, which
       EMA helpers and ``torch.export`` hold.
@@ -85,20 +83,22 @@ def swap_tensors(t1: Any, t2: Any) -> None:
     - ``register_parametrization`` gives a parameter the content of ``right_inverse(weight)``, which
       is plain where that computes new values: it is refused.
     """
-    if isinstance(t1, _FP8):
-        place = caller().place
-        if t1 is t2 or (place == APPLY and take_content(t1, t2)):
-            return
-        if place == PARAMETRIZE and not isinstance(t2, FP8Base):
-            raise NotImplementedError(
-                f"this parametrization would make an FP8 weight {list(t1.shape)} plain, so that "
-                f"its linear ran in high precision: register it before converting, which then "
-                f"leaves the linear alone, or convert with skip=[...]"
-            )
-    _swap_tensors(t1, t2)
 
+    @functools.wraps(original)
+    def swap_tensors(t1: Any, t2: Any) -> None:
+        if isinstance(t1, _FP8):
+            place = caller().place
+            if t1 is t2 or (place == APPLY and take_content(t1, t2)):
+                return
+            if place == PARAMETRIZE and not isinstance(t2, FP8Base):
+                raise NotImplementedError(
+                    f"this parametrization would make an FP8 weight {list(t1.shape)} plain, so "
+                    f"that its linear ran in high precision: register it before converting, which "
+                    f"then leaves the linear alone, or convert with skip=[...]"
+                )
+        original(t1, t2)
 
-torch.utils.swap_tensors = swap_tensors
+    return swap_tensors
 
 
 def carry_over(old: Tensor, new: Tensor) -> None:

@@ -26,6 +26,7 @@ from torchtitan.models.llama3.config_registry import llama3_debugmodel
 
 from blocktensor import BlockwiseFP8Weight, convert
 from blocktensor.integrations.torchtitan import BlockwiseFP8SelectiveAC, with_blockwise_fp8
+from blocktensor.patches import SET_TIMEOUT
 
 HERE = "blocktensor.integrations.torchtitan"
 
@@ -127,6 +128,10 @@ def test_the_guide() -> None:
 @pytest.mark.usefixtures("group")
 def test_torchtitan_can_set_timeouts() -> None:
     """After the first step it calls a function that torch 2.13 lacks."""
+    SET_TIMEOUT.undo()
+    lacks = not hasattr(torch.distributed, "set_timeout")
+    with_blockwise_fp8(llama3_debugmodel())
+    assert SET_TIMEOUT.is_applied == lacks
     timeout = timedelta(seconds=7)
     torch.distributed.set_timeout(timeout, None)
     backend = torch.distributed.group.WORLD._get_backend(torch.device("cpu"))

@@ -18,13 +18,14 @@ from __future__ import annotations
 
 import functools
 import inspect
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import triton
 from triton.runtime.errors import TritonError
+
+from ....patches import PTXAS
 
 NEWER_PTXAS = "// blocktensor: ptxas after 12.8"
 SLOW_PTXAS = "12.8"
@@ -66,22 +67,14 @@ def default_allocation() -> dict[str, str]:
     return {"ptx_options": "--regAllocOptLevel=4"}  # the last such option counts
 
 
-_installed = threading.RLock()
-
-
 @contextmanager
 def hopper_gemm() -> Iterator[None]:
     """Add the pass to Triton's compiler, after any hook already set, until the ``with`` ends."""
-    runtime = triton.knobs.runtime
-    with _installed:
-        before = runtime.add_stages_inspection_hook
-        runtime.add_stages_inspection_hook = _hook_after(before)
-        try:
-            yield
-        finally:
-            runtime.add_stages_inspection_hook = before
+    with PTXAS.during():
+        yield
 
 
+@PTXAS.made_by
 def _hook_after(before: Callable[..., Any] | None) -> Callable[..., Any]:
     def hook(*args: Any) -> tuple[str, str] | None:
         if not args:  # Triton 3.7 and later: a part of the compiler's cache key, and its hash

@@ -28,6 +28,8 @@ import torch.fx.traceback
 from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
+from ...patches import COMPILE_CACHE_KEY
+
 _TAG = "partitioner_tag"
 _PACKAGE = Path(__file__).parents[2]
 _IMPORTED = time.time()
@@ -104,4 +106,7 @@ def source_key() -> str:
 
 
 if torch.__version__ < "2.13":  # it does not ask a tensor for its key
-    torch.compiler.config.cache_key_tag += source_key()
+
+    @COMPILE_CACHE_KEY.made_by
+    def _with_our_code(tag: str) -> str:
+        return tag + source_key()

@@ -2,7 +2,7 @@
 
 torch, accelerate and transformers call ``detach``, ``data_ptr``, ``swap_tensors`` and the like, and
 offer no other place to tell them what an FP8 weight is. Handlers of torch functions by their caller
-are in ``overrides/by_caller.py``; those of everything else are here and in ``swap_in.py``.
+are in ``overrides/by_caller.py``; others are here and in ``compat/swap_in.py``.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, Recipe, quantize
 from blocktensor.tensor import base
-from blocktensor.tensor.compat import aot_autograd as package_source
-from blocktensor.tensor.compat.aot_autograd import plain_tangent, share_storage, source_key
+from blocktensor.tensor.torch_internals import aot_autograd as package_source
+from blocktensor.tensor.torch_internals.aot_autograd import plain_tangent, share_storage, source_key
 from tests.support.compiling import afresh, fresh, instantiates
 from tests.support.models import linear, randn
 

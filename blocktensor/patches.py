@@ -1,0 +1,490 @@
+"""Changes that this package makes to objects of other libraries: all of them, in one table.
+
+A library that has no hook in the right place gets a replacement of one of its functions. Importing
+blocktensor replaces nothing. The module that needs a patch says how it is made
+(``@SWAP_TENSORS.made_by``), and calls :meth:`Patch.apply` at the first use; patches that any FP8
+weight needs are applied when the first FP8 tensor is made (:func:`apply_for_fp8`).
+
+``BLOCKTENSOR_WITHOUT_PATCHES=swap_tensors,dora_norms`` leaves patches out.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+from weakref import WeakSet
+
+from .text_table import Table
+
+VARIABLE = "BLOCKTENSOR_WITHOUT_PATCHES"
+"""Names patches to leave out, separated by commas."""
+
+Kind = Literal["attribute", "attribute for a while", "class of instances", "global hook"]
+
+_Made = TypeVar("_Made")
+_ABSENT: Any = object()
+
+
+@dataclass(eq=False)
+class Patch:
+    """A change to an object of another library.
+
+    Attributes:
+        name: names it in ``BLOCKTENSOR_WITHOUT_PATCHES``.
+        target: ``module:attribute`` of what is replaced. An instance has no such name: the class
+            that its own class is derived from.
+        kind: the attribute is replaced, for good or within a ``with``; single instances get a
+            derived class; or a function is added to the library's global hooks.
+        reason: what the library does without it.
+        versions: of the library, with which it was seen to be needed.
+        when: the first use, which applies it.
+        test: the test that fails without it.
+        without: what does not work if it is left out.
+        is_required: leaving it out raises at the first use; else it warns.
+        original: what was replaced.
+    """
+
+    name: str
+    target: str
+    kind: Kind
+    reason: str
+    versions: str
+    when: str
+    test: str
+    without: str
+    is_required: bool = False
+    original: Any = field(default=None, init=False, repr=False)
+    _make: Callable[..., Any] | None = field(default=None, init=False, repr=False)
+    _owner: Any = field(default=None, init=False, repr=False)
+    _held: Any = field(default=_ABSENT, init=False, repr=False)
+    _ours: Any = field(default=None, init=False, repr=False)
+    _derived: WeakSet[type] = field(default_factory=WeakSet, init=False, repr=False)
+    _was_said: bool = field(default=False, init=False, repr=False)
+    _lock: Any = field(default_factory=threading.RLock, init=False, repr=False)
+
+    def made_by(self, make: _Made) -> _Made:
+        """Take the function that makes the replacement: a decorator, which changes nothing yet.
+
+        Args:
+            make: ``make(original)`` returns what to put in its place. Of a class of instances it
+                gets their class and returns a derived one; of a global hook it gets nothing, adds
+                the hook, and returns its handle.
+        """
+        self._make = make  # type: ignore[assignment]
+        return make
+
+    @property
+    def is_declared(self) -> bool:
+        """Return True if a module has said how it is made: some versions do not need it."""
+        return self._make is not None
+
+    @property
+    def is_applied(self) -> bool:
+        """Return True if the library has it now, or if instances have."""
+        return bool(self._derived) or self._is_on(self._find())
+
+    def apply(self) -> bool:
+        """Put the replacement in its place, unless that was done. Threads take turns.
+
+        Returns:
+            False, and nothing changes, if the library is not imported, which this does not do, or
+            the patch is left out.
+
+        Raises:
+            ValueError: ``BLOCKTENSOR_WITHOUT_PATCHES`` has a name that no patch has.
+            NotImplementedError: the patch is left out, and required.
+
+        Warns:
+            UserWarning: the patch is left out.
+        """
+        with self._lock:
+            owner = self._find()
+            if self._is_on(owner):
+                return True
+            if owner is None or self._is_left_out():
+                return False
+            make: Any = self._make
+            if self.kind == "global hook":
+                self._ours = make()
+            else:
+                name = self._attribute
+                held = vars(owner).get(name, _ABSENT)  # of a class, with its staticmethod
+                original = getattr(owner, name, None)
+                missing = held is _ABSENT and not hasattr(owner, name)
+                setattr(owner, name, make(original))
+                self.original = original
+                self._held = held if isinstance(owner, type) or missing else original
+                self._ours = self._now(owner)
+            self._owner = owner
+            return True
+
+    def undo(self) -> bool:
+        """Put back what was replaced, until the next :meth:`apply`.
+
+        Returns:
+            False if the patch is not applied.
+
+        Raises:
+            RuntimeError: another library has replaced the replacement since.
+            NotImplementedError: instances have a derived class, which they keep.
+        """
+        with self._lock:
+            if self._derived:
+                raise NotImplementedError(
+                    f"patch {self.name!r}: objects of {self.target} keep their class for as long "
+                    f"as they exist: make new ones"
+                )
+            owner = self._owner
+            if owner is None:
+                return False
+            name = self._attribute
+            if self.kind == "global hook":
+                self._ours.remove()
+            elif self._now(owner) is not self._ours:
+                raise RuntimeError(
+                    f"patch {self.name!r}: {self.target} was replaced by {self._now(owner)!r} "
+                    f"since: undo that first"
+                )
+            elif self._held is _ABSENT:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, self._held)
+            self._owner, self._ours, self._held = None, None, _ABSENT
+            return True
+
+    @contextmanager
+    def during(self) -> Iterator[None]:
+        """Apply it until the ``with`` ends. Threads take turns; a ``with`` in it applies it again.
+
+        Raises:
+            ValueError, NotImplementedError: as :meth:`apply`.
+
+        Warns:
+            UserWarning: as :meth:`apply`.
+        """
+        with self._lock:
+            owner = self._find()
+            if owner is None or self._is_left_out():
+                yield
+                return
+            make: Any = self._make
+            name = self._attribute
+            before = getattr(owner, name, _ABSENT)
+            setattr(owner, name, make(None if before is _ABSENT else before))
+            try:
+                yield
+            finally:
+                if before is _ABSENT:
+                    delattr(owner, name)
+                else:
+                    setattr(owner, name, before)
+
+    def give_class(self, instance: Any, *how: Any) -> None:
+        """Give one object of another library the class derived from its class, once.
+
+        Args:
+            instance: the object.
+            how: other arguments of the function that makes the class.
+
+        Raises:
+            ValueError, NotImplementedError: as :meth:`apply`.
+
+        Warns:
+            UserWarning: as :meth:`apply`.
+        """
+        with self._lock:
+            if isinstance(instance, tuple(self._derived)) or self._is_left_out():
+                return
+            make: Any = self._make
+            derived = make(type(instance), *how)
+            instance.__class__ = derived
+            self._derived.add(derived)
+
+    def state(self) -> str:
+        """Return what is so in this process: applied, left out, or not applied (yet)."""
+        if self.is_applied:
+            return "applied"
+        return "left out" if self.name in _left_out() else "not applied"
+
+    @property
+    def _attribute(self) -> str:
+        return self.target.rpartition(":")[2].rpartition(".")[2]
+
+    def _find(self) -> Any:
+        """Return the module or class that has the attribute; None if it is not imported."""
+        module, _, path = self.target.partition(":")
+        owner: Any = sys.modules.get(module)
+        for name in path.split(".")[:-1]:
+            owner = getattr(owner, name, None)
+        return owner
+
+    def _is_on(self, owner: Any) -> bool:
+        """Return True unless the library was imported anew, or has its own function back."""
+        if owner is None or owner is not self._owner:
+            return False
+        return self.kind == "global hook" or self._now(owner) is not self._held
+
+    def _now(self, owner: Any) -> Any:
+        held = vars(owner).get(self._attribute, _ABSENT)
+        return getattr(owner, self._attribute, None) if held is _ABSENT else held
+
+    def _is_left_out(self) -> bool:
+        if self.name not in _left_out():
+            return False
+        text = f"{VARIABLE} leaves out {self.name!r}, which changes {self.target}: {self.without}"
+        if self.is_required:
+            raise NotImplementedError(f"{text}; remove {self.name!r} from {VARIABLE}")
+        if not self._was_said:
+            self._was_said = True
+            warnings.warn(text, stacklevel=2)
+        return True
+
+
+def _left_out() -> frozenset[str]:
+    return _names_in(os.environ.get(VARIABLE, ""))
+
+
+@functools.lru_cache(maxsize=4)
+def _names_in(text: str) -> frozenset[str]:
+    """Return the names in the variable.
+
+    Raises:
+        ValueError: no patch has one of them.
+    """
+    names = frozenset(name.strip() for name in text.split(",") if name.strip())
+    known = [patch.name for patch in PATCHES]
+    if unknown := sorted(names.difference(known)):
+        raise ValueError(f"{VARIABLE} names {unknown}: expected names among {known}")
+    return names
+
+
+# The table
+
+FP8_TENSOR = "the first FP8 tensor"
+"""The use that applies a patch which any FP8 weight needs."""
+
+SWAP_TENSORS = Patch(
+    name="swap_tensors",
+    target="torch.utils:swap_tensors",
+    kind="attribute",
+    reason="refuses to move a parameter that has weak references (of an EMA, of torch.export) or "
+    "waits for its backward; register_parametrization makes an FP8 weight plain",
+    versions="torch 2.11 to 2.13",
+    when=FP8_TENSOR,
+    test="tests/tensor/compat/test_swap_in.py::test_a_weight_with_weak_references_is_moved",
+    without=".to(), .half() and the like raise for FP8 weights with weak references, their "
+    "backwards that wait raise, and a parametrization makes a weight plain",
+)
+
+COMPILE_CACHE_KEY = Patch(
+    name="compile_cache_key",
+    target="torch.compiler.config:cache_key_tag",
+    kind="attribute",
+    reason="its cache of compiled graphs does not see this package's code",
+    versions="torch before 2.13",
+    when=FP8_TENSOR,
+    test="tests/tensor/torch_internals/test_aot_autograd.py"
+    "::test_torch_finds_compiled_graphs_by_the_key",
+    without="after an update of blocktensor, torch.compile may run graphs of the version before: "
+    "empty TORCHINDUCTOR_CACHE_DIR then",
+)
+
+PARAMETER_REGISTRATION = Patch(
+    name="parameter_registration",
+    target="torch.nn.modules.module:_global_parameter_registration_hooks",
+    kind="global hook",
+    reason="load_state_dict(assign=True) replaces an FP8 weight that a module was given later "
+    "(b.weight = a.weight) by a plain one, and asks nobody",
+    versions="torch 2.11 to 2.13",
+    when=FP8_TENSOR,
+    test="tests/test_patches.py::test_a_weight_that_is_assigned_brings_its_hooks",
+    without="call blocktensor.convert again after b.weight = a.weight, or "
+    "load_state_dict(assign=True) makes that weight plain",
+)
+
+PIPELINE_HALVES = Patch(
+    name="pipeline_halves",
+    target="torch.distributed.pipelining.stage:stage_backward_input",
+    kind="attribute",
+    reason="frees the graph that the half for weight gradients runs (pytorch#166577), and does "
+    "not say that this half follows",
+    versions="torch 2.11 to 2.13; the graph is freed before 2.13",
+    when="a forward after pipelining was imported",
+    test="tests/autograd/test_backward.py"
+    "::test_an_input_half_is_watched_once_and_no_longer_than_it_runs",
+    without="zero-bubble schedules raise with torch before 2.13, and with later ones compute the "
+    "gradient between the matmuls of gated MLPs twice",
+)
+
+FSDP_CHANGES = Patch(
+    name="fsdp_changes",
+    target="torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam",
+    kind="class of instances",
+    reason="does not say that a sharded parameter was changed or replaced",
+    versions="torch 2.11 to 2.13",
+    when="the first gather of an FP8 weight",
+    test="tests/sharding/fsdp/test_fsdp_internals.py::test_a_change_between_forward_and_backward",
+    without="FSDP2 cannot gather FP8 weights",
+    is_required=True,
+)
+
+FSDP_FORWARDS = Patch(
+    name="fsdp_forwards",
+    target="torch.distributed.fsdp._fully_shard._fsdp_state:FSDPStateContext",
+    kind="class of instances",
+    reason="does not say that a forward begins; a hook on modules would break compiled graphs",
+    versions="torch 2.11 to 2.13",
+    when="the first gather of an FP8 weight",
+    test="tests/sharding/fsdp/test_fsdp_internals.py::test_a_change_between_forward_and_backward",
+    without="FSDP2 cannot gather FP8 weights",
+    is_required=True,
+)
+
+SAVE_PRETRAINED = Patch(
+    name="save_pretrained",
+    target="transformers.modeling_utils:PreTrainedModel.save_pretrained",
+    kind="attribute",
+    reason="cannot write frozen FP8 weights",
+    versions="transformers 5.17 to 5.23",
+    when=f"{FP8_TENSOR}, or a conversion, after transformers was imported",
+    test="tests/conversion/test_pretrained_models.py::test_what_load_fp8_froze_is_saved",
+    without="save_pretrained raises for models with frozen FP8 weights: use blocktensor.save_fp8",
+)
+
+RESIZE_TOKEN_EMBEDDINGS = Patch(
+    name="resize_token_embeddings",
+    target="transformers.modeling_utils:PreTrainedModel.resize_token_embeddings",
+    kind="attribute",
+    reason="makes a plain head in the place of one in FP8",
+    versions="transformers 5.17 to 5.23",
+    when=f"{FP8_TENSOR}, or a conversion, after transformers was imported",
+    test="tests/conversion/test_pretrained_models.py::test_a_head_in_fp8_is_not_resized",
+    without="resize_token_embeddings makes an FP8 head plain, without an error",
+)
+
+GIVEN_CONFIG = Patch(
+    name="given_config",
+    target="transformers.quantizers.auto:AutoHfQuantizer.merge_quantization_configs",
+    kind="attribute",
+    reason="raises if the checkpoint's config.json names another method than the given config",
+    versions="transformers 5.17 to 5.23",
+    when="the first BlockwiseFP8Config",
+    test="tests/integrations/transformers/test_transformers_loading.py",
+    without="from_pretrained raises for checkpoints in FP8: use blocktensor.load_fp8",
+)
+
+FP8_LOADING = Patch(
+    name="fp8_loading",
+    target="transformers.modeling_utils:convert_and_load_state_dict_in_model",
+    kind="attribute",
+    reason="reads tensors by name and knows no scales; no hook of quantizers gets both the "
+    "tensors and the rules by which they are renamed",
+    versions="transformers 5.17 to 5.23",
+    when="the first BlockwiseFP8Config",
+    test="tests/integrations/transformers/test_transformers_loading.py",
+    without="from_pretrained would load FP8 weights without their scales: load the model without "
+    "BlockwiseFP8Config, and call blocktensor.convert",
+    is_required=True,
+)
+
+PROGRESS_BAR = Patch(
+    name="progress_bar",
+    target="transformers.utils.logging:_tqdm_active",
+    kind="attribute for a while",
+    reason="shows a bar for a load without values; the public switch also stands for other "
+    "libraries",
+    versions="transformers 5.17 to 5.23",
+    when="load_fp8 of a model of transformers",
+    test="tests/checkpoint/test_transformers.py",
+    without="load_fp8 shows progress bars of transformers",
+)
+
+DORA_NORMS = Patch(
+    name="dora_norms",
+    target="peft.tuners.lora.dora:DoraLinearLayer.get_weight_norm",
+    kind="attribute",
+    reason="adds to the base weight, which a frozen FP8 weight refuses",
+    versions="peft 0.21; no test fails without it in 0.21.2",
+    when="import blocktensor.integrations.peft",
+    test="tests/end_to_end/test_peft.py",
+    without="DoRA may raise on FP8 weights: use LoraConfig(use_dora=False) then",
+)
+
+TORCHTITAN_CONFIG = Patch(
+    name="torchtitan_config",
+    target="torchtitan.models.common.decoder:Decoder.Config",
+    kind="class of instances",
+    reason="builds a model from its config, of which the trainer has a reference already",
+    versions="torchtitan 0.3",
+    when="the conversion of a config",
+    test="tests/integrations/torchtitan/test_converter.py",
+    without="torchtitan cannot build models in FP8",
+    is_required=True,
+)
+
+SET_TIMEOUT = Patch(
+    name="set_timeout",
+    target="torch.distributed:set_timeout",
+    kind="attribute",
+    reason="torchtitan 0.3.0 calls it after the first step; torch has it under a private name",
+    versions="torch 2.13 with torchtitan 0.3.0",
+    when="the conversion of a torchtitan config",
+    test="tests/integrations/torchtitan/test_titan_overrides.py::test_torchtitan_can_set_timeouts",
+    without="torchtitan's trainer raises after the first step",
+)
+
+PTXAS = Patch(
+    name="ptxas",
+    target="triton.knobs:runtime.add_stages_inspection_hook",
+    kind="attribute for a while",
+    reason="assembles for sm_90 with ptxas 12.8, which is 3-8% slower for 128x128 blocks; the "
+    "hook sets triton.knobs.nvidia.ptxas for kernels of this package",
+    versions="triton 3.6, 3.7",
+    when="the compilation of a Hopper GEMM",
+    test="tests/ops/runtime/triton_compat/test_compiler.py"
+    "::test_the_pass_goes_behind_a_hook_that_is_there",
+    without="GEMMs are up to 8% slower",
+)
+
+PATCHES = tuple(value for value in list(globals().values()) if isinstance(value, Patch))
+"""All patches, in the order of the table."""
+
+_OF_ANY_WEIGHT = tuple(patch for patch in PATCHES if patch.when.startswith(FP8_TENSOR))
+
+is_pending = True
+"""Until the first FP8 tensor."""
+
+
+def apply_for_fp8() -> None:
+    """Apply all patches that FP8 weights need, of libraries that are imported by now.
+
+    Raises, Warns:
+        As :meth:`Patch.apply`.
+    """
+    global is_pending
+    for patch in _OF_ANY_WEIGHT:
+        if patch.is_declared:
+            patch.apply()
+    is_pending = False
+
+
+def facts() -> list[dict[str, str]]:
+    """Return all patches, with their texts and their state in this process."""
+    names = ("name", "target", "kind", "reason", "versions", "when", "test", "without")
+    return [
+        {name: getattr(patch, name) for name in names} | {"state": patch.state()}
+        for patch in PATCHES
+    ]
+
+
+def table() -> Table:
+    """Return all patches with their state in this process."""
+    rows = [(patch.name, patch.target, patch.kind, patch.state()) for patch in PATCHES]
+    return Table(("patch", "changes", "of it", "state"), rows)
