@@ -40,10 +40,7 @@ class Measured:
     def predicted(self) -> tuple[Memory, float]:
         """Return the predicted memory, and milliseconds of a step."""
         setup = Setup(**self.settings)
-        model = self.model()
-        if setup.lora is None and not any(p.requires_grad for p in model.parameters()):
-            setup = setup.changed(lora=1)
-        run = Run(describe(model, setup), setup, self.fp8)
+        run = Run(describe(self.model(), setup), setup, self.fp8)
         return peak(run), step(run).microseconds / 1e3
 
 

@@ -35,6 +35,11 @@ JOINT = {"gate_up", "gate_up_proj", "mlp1_weight"}
 DOWN = {"down", "down_proj", "w2", "c_proj", "fc2", "fc_out", "dense_4h_to_h", "mlp2_weight"}
 HEAD_NORMS = {"q_norm": "queries", "query_norm": "queries", "k_norm": "keys", "key_norm": "keys"}
 
+OF_ATTENTION = {"input_layernorm", "attention_norm"}
+OF_MLP = {"post_attention_layernorm", "pre_feedforward_layernorm", "ffn_norm", "mlp_norm"}
+OF_ONE = {"q_a_layernorm": "q_b_proj", "kv_a_layernorm": "kv_b_proj"}
+"""Norms by the linear layers that read them, as ``fuse`` finds them (fusion/norm.py)."""
+
 _TORCH_NORMS = (nn.RMSNorm, nn.LayerNorm, nn.GroupNorm)
 _BLOCK = re.compile(r"^(?:.*?\.)??\d+(?=\.|$)")
 _EXPERT = re.compile(r"(.*\bexperts)\.\d+(?=\.|$)")
@@ -105,11 +110,13 @@ class Norm:
     Attributes:
         is_written_out: True if its forward is written in several ops, as those of transformers are.
         is_of_heads: True for norms of queries and keys.
+        feeds_fp8: True if linear layers that read it, by its name, run in FP8.
     """
 
     width: int
     is_written_out: bool
-    is_of_heads: bool
+    is_of_heads: bool = False
+    feeds_fp8: bool = False
 
 
 @dataclass(frozen=True)
@@ -151,6 +158,7 @@ class Description:
         embedding: values of embeddings; with a tied head they are the head's weight too.
         is_tied: True if the head's weight is an embedding.
         others: values of all other parameters outside of blocks.
+        is_frozen: True if no parameter requires a gradient.
         notes: what the description leaves out.
     """
 
@@ -159,6 +167,7 @@ class Description:
     embedding: int
     is_tied: bool
     others: int
+    is_frozen: bool = False
     notes: tuple[str, ...] = ()
 
     @property
@@ -216,8 +225,27 @@ def describe(model: nn.Module, setup: Setup) -> Description:
     notes = [*note, *_notes(model, list(known.values()))]
     blocks = tuple(known.values()) or ((head,) if head is not None else ())
     return Description(
-        blocks, head if known else None, embedding, is_tied, rest, tuple(dict.fromkeys(notes))
+        blocks,
+        head if known else None,
+        embedding,
+        is_tied,
+        rest,
+        _is_frozen(model),
+        tuple(dict.fromkeys(notes)),
     )
+
+
+def _is_frozen(model: nn.Module) -> bool:
+    """Return True if no parameter trains; refuse models of which only some do."""
+    train = {p.requires_grad for p in model.parameters()}
+    if len(train) > 1:
+        frozen = next(name for name, p in model.named_parameters() if not p.requires_grad)
+        raise NotImplementedError(
+            f"some parameters train and others do not ({frozen!r}): plan counts models that train "
+            f"as a whole, or, with lora=rank, adapters of a frozen one; pass the model without "
+            f"adapters"
+        )
+    return not train.pop()
 
 
 def _converted(model: nn.Module, setup: Setup) -> tuple[set[str], list[str]]:
@@ -323,7 +351,7 @@ def _block(
     matmuls = tuple(
         _matmul(x, name, in_fp8, roles.get(x, "input"), _rows(model, x)) for x in members
     )
-    norms = tuple(_norms(module, attention))
+    norms = tuple(_norms(module, attention, matmuls))
     width = next((x.width for x in norms if not x.is_of_heads), matmuls[0].k)
     parameters = _values(module.parameters() if name else (x.parameter for x in members), counted)
     return Block(matmuls, attention, tuple(mlps), norms, width, parameters)
@@ -361,16 +389,34 @@ def _mlp(parent: str, named: dict[str, Matrix], down: Matrix, rows: float) -> Ml
     return Mlp(parent, hidden, width, rows, is_gated, down.parameter.ndim == 3)
 
 
-def _norms(module: nn.Module, attention: Attention | None) -> Iterable[Norm]:
+def _norms(
+    module: nn.Module, attention: Attention | None, matmuls: Sequence[Matmul]
+) -> Iterable[Norm]:
     for name, norm in module.named_modules():
         weight: Any = norm._parameters.get("weight")
         if weight is None or weight.ndim != 1 or "norm" not in type(norm).__name__.lower():
             continue
-        of_heads = HEAD_NORMS.get(name.rpartition(".")[2])
+        own = name.rpartition(".")[2]
+        of_heads = HEAD_NORMS.get(own)
         width = weight.numel()
         if of_heads is not None and attention is not None:
             width = getattr(attention, of_heads)
-        yield Norm(width, not isinstance(norm, _TORCH_NORMS), of_heads is not None)
+        feeds = any(m.in_fp8 for m in _readers(own, matmuls))
+        yield Norm(width, not isinstance(norm, _TORCH_NORMS), of_heads is not None, feeds)
+
+
+def _readers(norm: str, matmuls: Sequence[Matmul]) -> list[Matmul]:
+    """Return the linear layers of a block that read a norm of this name."""
+    inputs = [m for m in matmuls if m.role == "input" and m.experts == 1]
+    of_attention = {m.parent for m in matmuls if m.role == "attention output"}
+    last = {m: m.name.rpartition(".")[2] for m in inputs}
+    if norm in OF_ONE:
+        return [m for m in inputs if last[m] == OF_ONE[norm]]
+    if norm in OF_ATTENTION:
+        return [m for m in inputs if m.parent in of_attention and last[m] not in OF_ONE.values()]
+    if norm in OF_MLP:
+        return [m for m in inputs if m.parent in ("mlp", "feed_forward")]
+    return []
 
 
 def _head(
@@ -380,7 +426,7 @@ def _head(
     matmuls = tuple(_matmul(x, "", in_fp8, "head", 1.0) for x in members)
     outside = [(n, m) for n, m in model.named_modules() if n and not _block_of(n)]
     norms = tuple(
-        Norm(m.weight.numel(), not isinstance(m, _TORCH_NORMS), False)  # type: ignore[operator, union-attr]
+        Norm(m.weight.numel(), not isinstance(m, _TORCH_NORMS))  # type: ignore[operator, union-attr]
         for _, m in outside
         if "norm" in type(m).__name__.lower() and m._parameters.get("weight") is not None
     )

@@ -65,7 +65,7 @@ class Run:
 
     def __init__(self, model: Description, setup: Setup, fp8: bool) -> None:
         self.model, self.setup, self.fp8 = model, setup, fp8
-        self.trains = setup.lora is None
+        self.trains = setup.lora is None and not model.is_frozen
 
     def in_fp8(self, matmul: Matmul) -> bool:
         """Return True if a matmul runs in FP8."""
@@ -76,6 +76,10 @@ class Run:
         members = [m for m in block.matmuls if m.parent == mlp.parent]
         in_fp8 = all(self.in_fp8(m) for m in members)
         return self.setup.fuse and mlp.is_gated and in_fp8 and self.trains
+
+    def is_fused_norm(self, norm: Norm) -> bool:
+        """Return True if ``fuse`` runs a norm."""
+        return self.setup.fuse and self.fp8 and norm.feeds_fp8
 
     def fp8_elements(self, block: Block) -> int:
         """Return values of the block's weights that run in FP8."""
@@ -152,8 +156,7 @@ def saved_bytes(block: Block, run: Run) -> float:
 
 def _of_norm(norm: Norm, run: Run) -> float:
     """Return bytes that a norm saves: x and 1 / rms; written out, x in fp32 and x / rms."""
-    is_fused = run.setup.fuse and run.fp8 and not norm.is_of_heads
-    if norm.is_written_out and run.setup.is_eager and not is_fused:
+    if norm.is_written_out and run.setup.is_eager and not run.is_fused_norm(norm):
         return norm.width * (_FP32 + (_BF16 if run.trains else 0)) + _FP32
     return norm.width * _BF16 + _FP32
 
@@ -166,8 +169,10 @@ def _input_bytes(readers: list[Matmul], run: Run, in_attention: bool = False) ->
     first = readers[0]
     elements, setup = first.k * first.rows, run.setup
     if not run.trains:  # adapters read it
-        adapted = 0 if first.experts > 1 or in_attention else _BF16 * elements
-        return adapted + _BF16 * sum((setup.lora or 0) * m.rows for m in readers)
+        if setup.lora is None or first.experts > 1:
+            return 0.0
+        read = 0.0 if in_attention else _BF16 * elements
+        return read + _BF16 * setup.lora * len(readers)
     fp8 = [m for m in readers if run.in_fp8(m)]
     total = 0.0
     keeps_input = len(fp8) < len(readers) or (fp8 and setup.recipe.wgrad_input_format is None)
@@ -218,8 +223,9 @@ def _backward_of(mlp: Mlp, block: Block, run: Run) -> float:
         return features * (_BF16 + of_forms) + gradient - form + routed
     if not mlp.is_gated:
         return features * 2 * _BF16 + gradient - form + routed
-    freed = 0.0
-    if run.trains and (is_fp8 or setup.is_eager):
+    freed = 0.0  # the input of down; compilers keep one in bf16 until the weight gradient is done
+    keeps_form = is_fp8 and setup.recipe.wgrad_input_format is not None
+    if run.trains and (keeps_form or setup.is_eager):
         freed = features * (setup.input_bytes if is_fp8 else _BF16)
     gradients = 3 if setup.is_eager else 2
     return features * gradients * _BF16 + gradient - freed - form + routed

@@ -6,6 +6,7 @@ at rates that are measured; each names the file of benchmarks/results that it co
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -25,15 +26,21 @@ FPROP, DGRAD, WGRAD = "fprop", "dgrad", "wgrad"
 CASTS, ATTENTION, ELEMENTWISE = "casts", "attention", "norms, activations, sums"
 ROUTING, ADAPTERS, HEAD = "routing of tokens", "adapters", "head and loss"
 RECOMPUTED, OPTIMIZER, SHARDS = "forwards again", "optimizer", "copies of shards"
+ACCUMULATED = "sums of microbatches"
 EXPOSED, HOST = "waiting for other GPUs", "waiting for the host"
 PARTS = (
     *(FPROP, DGRAD, WGRAD, CASTS, ATTENTION, ELEMENTWISE, ROUTING, ADAPTERS, HEAD, RECOMPUTED),
-    *(OPTIMIZER, SHARDS, EXPOSED, HOST),
+    *(ACCUMULATED, OPTIMIZER, SHARDS, EXPOSED, HOST),
 )
 """The parts, in the order of reports."""
 
-ATTENTION_FLOPS = {"H200": 475e6, "H100": 480e6}
-"""FLOPs a microsecond of causal attention, forward + backward: layer.json, h100/layer.json."""
+ATTENTION_FLOPS = ((2048, 132e6), (4096, 488e6), (8192, 475e6))
+"""FLOPs a microsecond of causal attention, forward + backward, by the length of sequences.
+
+8192: attention_us of layer.json and h100/layer.json (480e6), cuDNN's kernel. 4096: attention_ms of
+expert_parallel.json, its bf16. 2048: the profile of a step of hf_llama in
+docs/experiments/producers.md, in which cuDNN took 21.8 ms.
+"""
 
 STREAM_BYTES = {"H200": 2.47e6, "H100": 1.81e6}
 """Bytes a microsecond of AdamW, norms of gradients and FSDP2's copies: 40 bytes for each of 4.015e9
@@ -42,9 +49,10 @@ parameters in fsdp2.json's optimizer_ms. H100: as much less as its casts are slo
 LINK_BYTES = 164e3
 """Bytes a microsecond of NCCL over NVLink during a step: collectives_ms of bf16 in fsdp2.json."""
 
-ROUTING_BYTES = {"written out": 241.0, "fused": 164.0}
-"""Bytes for each feature of a routed row, at the rate of casts: sorts, gathers, weighted sums.
-The difference of Qwen3-MoE steps (32 experts) in experts.json from all other parts."""
+ROUTING_US = {"written out": 49e-6, "fused": 28e-6}
+"""Microseconds for each feature of a routed row: sorts, gathers, weighted sums, and the backward of
+gathers, which adds rows atomically. What Qwen3-MoE steps in experts.json and h100/experts.json take
+longer than all other parts; the same on both cards."""
 
 
 class Grouped(NamedTuple):
@@ -112,6 +120,16 @@ def _attention_flops(block: Block, run: Run) -> float:
     return 3.5 * setup.batch * setup.sequence**2 * width
 
 
+def attention_rate(sequence: int) -> float:
+    """Return FLOPs a microsecond of attention: between measured lengths on a line of their logs."""
+    lengths = [math.log(length) for length, _ in ATTENTION_FLOPS]
+    rates = [rate for _, rate in ATTENTION_FLOPS]
+    x = min(max(math.log(sequence), lengths[0]), lengths[-1])
+    i = next(i for i in range(1, len(lengths)) if x <= lengths[i])
+    share = (x - lengths[i - 1]) / (lengths[i] - lengths[i - 1])
+    return rates[i - 1] + share * (rates[i] - rates[i - 1])
+
+
 def step(run: Run) -> Speed:
     """Return the predicted time of a step."""
     setup = run.setup
@@ -127,6 +145,7 @@ def step(run: Run) -> Speed:
     computing = sum(parts.values()) * setup.microbatches
     parts = {part: us * setup.microbatches for part, us in parts.items()}
     parts[OPTIMIZER] = _optimizer(run)
+    parts[ACCUMULATED] = _accumulated(run)
     parts[SHARDS] = _copies(run)
     parts[EXPOSED] = _exposed(run, computing)
     return Speed(parts, setup.tokens * setup.microbatches)
@@ -146,10 +165,10 @@ def _block(block: Block, run: Run) -> dict[str, float]:
         for kind, us in _matmul(matmul, run).items():
             parts[kind] += us
     parts[CASTS] = _casts(block, run)
-    parts[ATTENTION] = _attention_flops(block, run) / ATTENTION_FLOPS[setup.card]
+    parts[ATTENTION] = _attention_flops(block, run) / attention_rate(setup.sequence)
     rate = RATES[setup.card].bytes
     parts[ELEMENTWISE] = setup.tokens * _elementwise(block, run) / rate
-    parts[ROUTING] = setup.tokens * _routing(block, run) / rate
+    parts[ROUTING] = setup.tokens * _routing(block, run)
     parts[ADAPTERS] = _adapters(block, run)
     if setup.checkpointing == "blocks":
         forward = parts[FPROP] + parts[ATTENTION] * 2 / 7
@@ -261,8 +280,7 @@ def _elementwise(block: Block, run: Run) -> float:
     eager, total = setup.is_eager, 0.0
     fused = {mlp.parent for mlp in block.mlps if run.is_fused(mlp, block)}
     for norm in block.norms:
-        is_fused = setup.fuse and run.fp8 and not norm.is_of_heads
-        written_out = norm.is_written_out and eager and not is_fused
+        written_out = norm.is_written_out and eager and not run.is_fused_norm(norm)
         total += norm.width * (57 if written_out else 6)
     branches = len(block.mlps) + (block.attention is not None)
     total += branches * block.width * (6 if eager else 2)  # residual sums, both directions
@@ -281,12 +299,12 @@ def _elementwise(block: Block, run: Run) -> float:
 
 
 def _routing(block: Block, run: Run) -> float:
-    """Return bytes that routing moves for a token."""
+    """Return microseconds of routing for a token."""
     total = 0.0
     for mlp in block.mlps:
         if mlp.is_stack:
             how = "fused" if run.is_fused(mlp, block) else "written out"
-            total += ROUTING_BYTES[how] * mlp.width * mlp.rows
+            total += ROUTING_US[how] * mlp.width * mlp.rows
     return total
 
 
@@ -358,6 +376,15 @@ def _copies(run: Run) -> float:
     plain = (run.model.parameters - in_fp8) / setup.shards
     moved = _gathers(run) * (2 * gathered + plain * (setup.master_bytes + _BF16))
     moved += run.trainable * (_BF16 + _FP32)
+    return moved / STREAM_BYTES[setup.card]
+
+
+def _accumulated(run: Run) -> float:
+    """Return microseconds in which gradients of microbatches are added; in fp32 under FSDP2."""
+    setup = run.setup
+    sums = _FP32 if setup.is_sharded else setup.master_bytes
+    gradients = _BF16 if setup.is_sharded else setup.master_bytes
+    moved = (gradients + 2 * sums) * run.trainable * (setup.microbatches - 1)
     return moved / STREAM_BYTES[setup.card]
 
 
