@@ -8,10 +8,13 @@ from ..text_table import Report
 from .audit_report import AuditReport
 from .explain import Explanation
 from .monitor import Health, Monitor
+from .plan.report import Alternative, Estimate, Part, TrainingPlan
+from .plan.setup import Setup
 
 __all__ = [
-    "AuditReport", "ConversionReport", "Explanation", "FusionEntry", "FusionReport", "Health",
-    "LoadReport", "Monitor", "Report", "SharingReport",
+    "Alternative", "AuditReport", "ConversionReport", "Estimate", "Explanation", "FusionEntry",
+    "FusionReport", "Health", "LoadReport", "Monitor", "Part", "Report", "Setup", "SharingReport",
+    "TrainingPlan",
 ]  # fmt: skip
 
 

@@ -71,6 +71,14 @@ class Setup:
             raise ValueError(
                 "sharding='fsdp2' with gpus=1 shards nothing: pass sharding='none', or more GPUs"
             )
+        if self.loss == "chunks" and not self.convert_head:
+            raise ValueError(
+                "loss='chunks' is the loss of a head in FP8: pass convert_head=True too"
+            )
+        if self.lora is not None and self.fuse:
+            raise ValueError(
+                "fuse leaves linear layers with adapters alone: pass fuse=False with lora"
+            )
         if self.recompute and not self.fuse:
             raise ValueError("recompute=True is an option of fuse: pass fuse=True too")
 
