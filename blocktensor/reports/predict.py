@@ -30,7 +30,11 @@ class Rates(NamedTuple):
 
 
 RATES = {"H100": Rates(710e6, 2.75e6), "H200": Rates(690e6, 3.75e6)}
+"""By the name of a card."""
+
 CAST_US = 3.0
+"""Microseconds that each cast takes beyond the bytes that it moves."""
+
 _MATMUL_US, _LEAST_MATMUL_US = 1.0, 7.5
 
 

@@ -262,7 +262,7 @@ def _converted(model: nn.Module, setup: Setup) -> tuple[set[str], list[str]]:
     names = {x.name for x in report.entries if x.converted or x.reason == ALREADY}
     if names:
         return names, []
-    first = str(told[0].message).partition("\n")[0] if told else "no weight is converted to FP8"
+    first = str(told[0].message).partition(". ")[0] if told else "no weight is converted to FP8"
     return names, [first]
 
 

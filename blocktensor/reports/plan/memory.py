@@ -18,6 +18,7 @@ Parts = Mapping[str, float]
 
 WEIGHTS = "weights"
 FORMS = "FP8 forms of weights"
+COPIES = "autocast's bf16 weights"
 GATHERED = "gathered weights"
 GRADIENTS = "gradients"
 STATES = "optimizer states"
@@ -26,7 +27,7 @@ HEAD = "head and logits"
 WORKSPACE = "backward of a block"
 LIBRARIES = "cuBLAS workspaces"
 PARTS = (
-    *(WEIGHTS, FORMS, GATHERED, GRADIENTS, STATES, ACTIVATIONS, HEAD, WORKSPACE, LIBRARIES),
+    *(WEIGHTS, FORMS, COPIES, GATHERED, GRADIENTS, STATES, ACTIVATIONS, HEAD, WORKSPACE, LIBRARIES),
 )
 """The parts, in the order of reports."""
 
@@ -125,6 +126,13 @@ class Run:
             fp8 = 0
         return fp8 + _BF16 * (parameters - fp8)
 
+    def copied_bytes(self) -> float:
+        """Return bytes of the bf16 weights that autocast keeps for matmuls until backward."""
+        if not self.setup.autocasts or not self.trains:
+            return 0.0
+        matmuls = (m for block in self.blocks for m in block.matmuls)
+        return float(sum(_BF16 * m.elements for m in matmuls if not self.in_fp8(m)))
+
     def form_bytes(self, block: Block) -> float:
         """Return bytes of the FP8 forms of a block that wait for its backward.
 
@@ -156,9 +164,10 @@ def saved_bytes(block: Block, run: Run) -> float:
 
 def _of_norm(norm: Norm, run: Run) -> float:
     """Return bytes that a norm saves: x and 1 / rms; written out, x in fp32 and x / rms."""
+    size = run.setup.residual_bytes
     if norm.is_written_out and run.setup.is_eager and not run.is_fused_norm(norm):
-        return norm.width * (_FP32 + (_BF16 if run.trains else 0)) + _FP32
-    return norm.width * _BF16 + _FP32
+        return norm.width * (_FP32 + (size if run.trains else 0)) + _FP32
+    return norm.width * size + _FP32
 
 
 def _input_bytes(readers: list[Matmul], run: Run, in_attention: bool = False) -> float:
@@ -264,7 +273,7 @@ def peak(run: Run) -> Memory:
 def _static(run: Run) -> dict[str, float]:
     parts = dict.fromkeys(PARTS, 0.0)
     parts[WEIGHTS], parts[STATES] = run.weight_bytes(), run.state_bytes()
-    parts[LIBRARIES] = CUBLAS_BYTES
+    parts[LIBRARIES], parts[COPIES] = CUBLAS_BYTES, run.copied_bytes()
     if run.setup.microbatches > 1:  # of earlier microbatches; not reduced yet, so in fp32
         size = _FP32 if run.setup.is_sharded else run.setup.master_bytes
         parts[GRADIENTS] = float(run.trainable * size)
@@ -275,7 +284,8 @@ def _activations(run: Run, held: tuple[Block, ...]) -> float:
     """Return bytes saved by these blocks, with checkpointing only the input of each."""
     tokens = run.setup.tokens
     if run.setup.checkpointing == "blocks":
-        return float(sum(_BF16 * tokens * block.width for block in held))
+        size = run.setup.residual_bytes
+        return float(sum(size * tokens * block.width for block in held))
     return tokens * sum(saved_bytes(block, run) for block in held)
 
 
@@ -291,9 +301,11 @@ def _gathered(run: Run, blocks: int) -> float:
         return 0.0
     model = run.model
     head = 0.0 if model.head is None else run.gathered_bytes(model.head)
+    head += _BF16 * model.embedding if model.is_tied else 0
     of_blocks = [run.gathered_bytes(block) for block in model.blocks]
     if not run.setup.reshard:
-        return head + sum(of_blocks) + _BF16 * (model.embedding + model.others)
+        embedding = 0 if model.is_tied else model.embedding
+        return head + sum(of_blocks) + _BF16 * (embedding + model.others)
     return head + sum(sorted(of_blocks)[-blocks:])
 
 
@@ -323,14 +335,17 @@ def _block(run: Run, last: bool) -> Memory:
     if setup.is_sharded and run.trains:  # gradients of a block, and the input of their reduction
         parts[WORKSPACE] += block.parameters * (_BF16 + _FP32)
     if setup.microbatches == 1 and run.trains:
-        of_head = 0 if model.head is None else model.head.parameters
-        done = of_head if last else model.parameters - block.parameters - model.embedding
+        embedding = 0 if model.is_tied else model.embedding
+        of_head = model.embedding if model.is_tied else 0
+        of_head += 0 if model.head is None else model.head.parameters
+        done = of_head if last else model.parameters - block.parameters - embedding
         parts[GRADIENTS] = done * setup.master_bytes / setup.shards
     return Memory(f"the backward of the {'last' if last else 'first'} block", parts)
 
 
 def _update(run: Run) -> Memory:
     parts, setup = _static(run), run.setup
+    parts[COPIES] = 0.0  # freed with autocast's context
     parts[GRADIENTS] = run.trainable * setup.master_bytes / setup.shards
     if setup.gpus > 1 and not setup.is_sharded:  # DistributedDataParallel's buckets
         parts[GRADIENTS] *= 2

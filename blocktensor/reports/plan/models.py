@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,61 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-_LLAMA_3 = {"vocab_size": 128_256, "num_key_value_heads": 8}
-_QWEN3 = {"vocab_size": 151_936, "head_dim": 128, "num_key_value_heads": 8}
-_QWEN3_MOE = {
-    **_QWEN3,
-    "num_key_value_heads": 4,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "tie_word_embeddings": False,
-}
-
-
-def _sizes(hidden: int, inner: int, layers: int, heads: int, **more: Any) -> dict[str, Any]:
-    return {
-        "hidden_size": hidden,
-        "intermediate_size": inner,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        **more,
-    }
-
-
-_TIED, _UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
-
-KNOWN: dict[str, tuple[str, dict[str, Any]]] = {
-    "meta-llama/Llama-3.2-1B": (
-        "LlamaConfig",
-        _sizes(2048, 8192, 16, 32, head_dim=64, **_LLAMA_3, **_TIED),
-    ),
-    "meta-llama/Llama-3.2-3B": (
-        "LlamaConfig",
-        _sizes(3072, 8192, 28, 24, head_dim=128, **_LLAMA_3, **_TIED),
-    ),
-    "meta-llama/Llama-3.1-8B": ("LlamaConfig", _sizes(4096, 14336, 32, 32, **_LLAMA_3)),
-    "meta-llama/Llama-3.1-70B": ("LlamaConfig", _sizes(8192, 28672, 80, 64, **_LLAMA_3)),
-    "meta-llama/Llama-3.1-405B": ("LlamaConfig", _sizes(16384, 53248, 126, 128, **_LLAMA_3)),
-    "Qwen/Qwen3-0.6B": ("Qwen3Config", _sizes(1024, 3072, 28, 16, **_QWEN3, **_TIED)),
-    "Qwen/Qwen3-1.7B": ("Qwen3Config", _sizes(2048, 6144, 28, 16, **_QWEN3, **_TIED)),
-    "Qwen/Qwen3-4B": ("Qwen3Config", _sizes(2560, 9728, 36, 32, **_QWEN3, **_TIED)),
-    "Qwen/Qwen3-8B": ("Qwen3Config", _sizes(4096, 12288, 36, 32, **_QWEN3, **_UNTIED)),
-    "Qwen/Qwen3-14B": ("Qwen3Config", _sizes(5120, 17408, 40, 40, **_QWEN3, **_UNTIED)),
-    "Qwen/Qwen3-32B": ("Qwen3Config", _sizes(5120, 25600, 64, 64, **_QWEN3, **_UNTIED)),
-    "Qwen/Qwen3-30B-A3B": (
-        "Qwen3MoeConfig",
-        _sizes(2048, 6144, 48, 32, moe_intermediate_size=768, **_QWEN3_MOE),
-    ),
-    "Qwen/Qwen3-235B-A22B": (
-        "Qwen3MoeConfig",
-        _sizes(4096, 12288, 94, 64, moe_intermediate_size=1536, **_QWEN3_MOE),
-    ),
-    "mistralai/Mixtral-8x7B-v0.1": (
-        "MixtralConfig",
-        _sizes(4096, 14336, 32, 32, vocab_size=32_000, num_key_value_heads=8, num_local_experts=8),
-    ),
-    "deepseek-ai/DeepSeek-V3": ("DeepseekV3Config", {}),
-}
+KNOWN: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_suffix(".json").read_text("utf-8"))
 """The config class of transformers and the sizes of models, by their ids on the hub."""
 
 
@@ -142,8 +89,8 @@ def _named(name: str) -> tuple[str, Any]:
     if path.is_dir():
         raise ValueError(f"{name!r} has no config.json: expected the folder of a model")
     if known is not None:
-        kind, sizes = KNOWN[known]
-        return known.rpartition("/")[2], getattr(_transformers(), kind)(**sizes)
+        kind = getattr(_transformers(), KNOWN[known]["config"])
+        return known.rpartition("/")[2], kind(**KNOWN[known]["sizes"])
     if name.endswith("Config") and hasattr(_transformers(), name):
         return name, getattr(_transformers(), name)()
     near = difflib.get_close_matches(name.lower(), short, n=3, cutoff=0.5)

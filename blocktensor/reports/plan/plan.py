@@ -27,7 +27,7 @@ from .setup import (
 )
 from .speed import flops, step
 
-MOST_GPUS = 1024
+MOST_GPUS = 64
 """The most GPUs that are tried."""
 
 
@@ -154,11 +154,15 @@ def estimate(model: Description, setup: Setup, fp8: bool) -> Estimate:
 def _notes(model: Description, setup: Setup) -> Iterator[str]:
     if setup.gpus > NODE:
         yield f"communication between nodes of {NODE} GPUs is not counted"
+    elif setup.gpus > 2:
+        yield "communication is counted at the rate that was measured on two GPUs"
     stacks = any(m.experts > 1 for block in model.blocks for m in block.matmuls)
     if setup.lora is not None and stacks:
         yield "experts get no adapters"
     if setup.optimizer == "adamw" and setup.master == "bf16":
         yield "the states of AdamW are in bf16, as its parameters"
+    if setup.autocasts:
+        yield "as under autocast, which has not been compared with measured runs"
 
 
 # What would make it fit
@@ -170,10 +174,10 @@ def _changes(setup: Setup) -> Iterator[tuple[str, Changes]]:
     """Yield changes of a setup with their names: those that cost least first."""
     if not setup.fuse and setup.lora is None:
         yield "fuse", {"fuse": True}
-    chunks = {"loss": "chunks", "convert_head": True}
+    chunks: Changes = {"loss": "chunks", "convert_head": True}
     if setup.loss == "logits":
         yield "head in FP8, loss in chunks", chunks
-    again = {"checkpointing": "blocks"}
+    again: Changes = {"checkpointing": "blocks"}
     if setup.checkpointing == "none":
         yield "checkpointing of blocks", again
     if setup.checkpointing == "none" and setup.loss == "logits":
@@ -185,8 +189,8 @@ def _changes(setup: Setup) -> Iterator[tuple[str, Changes]]:
     if setup.master == "fp32" and setup.lora is None:
         yield "masters in bf16", {"master": "bf16"}
     if setup.lora is None:
-        yield "LoRA of rank 16", {"lora": 16, "fuse": False, "recompute": False}
-        lora = {"lora": 16, "fuse": False, "recompute": False}
+        lora: Changes = {"lora": 16, "fuse": False, "recompute": False}
+        yield "LoRA of rank 16", lora
         yield "LoRA of rank 16, checkpointing, loss in chunks", lora | again | chunks
     if setup.card == "H100":
         yield "H200", {"card": "H200"}
@@ -194,21 +198,25 @@ def _changes(setup: Setup) -> Iterator[tuple[str, Changes]]:
 
 def _alternatives(module: nn.Module, setup: Setup) -> Iterator[Alternative]:
     """Yield changes that make a run fit in FP8, and the fewest GPUs that do."""
+    by_head: dict[bool, Description] = {}
+
+    def in_fp8(changed: Setup) -> Estimate:
+        head = changed.convert_head
+        if head not in by_head:
+            by_head[head] = describe(module, changed)
+        return estimate(by_head[head], changed, fp8=True)
+
     for name, changes in _changes(setup):
         changed = setup.changed(**changes)
-        found = estimate(describe(module, changed), changed, fp8=True)
-        if found.fits(changed.card):
+        if (found := in_fp8(changed)).fits(changed.card):
             yield Alternative(name, found)
-    for name, more in (
-        ("", {}),
-        (", checkpointing, loss in chunks",
-         {"checkpointing": "blocks", "loss": "chunks", "convert_head": True}),
-    ):  # fmt: skip
+    again: Changes = {"checkpointing": "blocks", "loss": "chunks", "convert_head": True}
+    both: tuple[tuple[str, Changes], ...] = ("", {}), (", checkpointing, loss in chunks", again)
+    for name, more in both:
         gpus = 2 * setup.gpus
         while gpus <= MOST_GPUS:
             changed = setup.changed(gpus=gpus, sharding="fsdp2", **more)
-            found = estimate(describe(module, changed), changed, fp8=True)
-            if found.fits(changed.card):
+            if (found := in_fp8(changed)).fits(changed.card):
                 yield Alternative(f"{gpus} GPUs, FSDP2{name}", found)
                 break
             gpus *= 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ from ...text_table import Report, Table
 from .setup import CAPACITY, USABLE, Setup
 
 _GIB = 2**30
+_WIDTH = 80
 
 
 @dataclass(frozen=True)
@@ -114,14 +116,15 @@ class TrainingPlan(Report):
             f"{100 * self.fp8_share:.0f}% of the FLOPs run in FP8; a step is {self.speedup:.2f}x "
             f"as fast as in bf16"
         )
-        parts.append(f"most memory is allocated in {self.fp8.moment}")
+        bf16 = "" if self.bf16.moment == self.fp8.moment else f" (bf16: {self.bf16.moment})"
+        parts.append(f"most memory is allocated in {self.fp8.moment}{bf16}")
         if self.fits:
             parts.append(f"fits: {100 * USABLE:.0f}% of the card is counted on")
         elif self.alternatives:
             parts += ["does not fit in FP8; what would fit:", "", self._alternatives()]
         else:
             parts.append("does not fit in FP8, and no change that was tried makes it fit")
-        return [*parts, *(f"note: {note}" for note in self.notes)]
+        return [*parts, *(textwrap.fill(f"note: {note}", _WIDTH) for note in self.notes)]
 
     def _title(self) -> list[str]:
         s = self.setup
@@ -130,8 +133,8 @@ class TrainingPlan(Report):
         times = f", {s.microbatches} microbatches" if s.microbatches > 1 else ""
         return [
             f"{self.model}: {self.parameters / 1e9:.2f}B parameters{lora}",
-            f"{s.gpus} x {s.card}, {how}: {s.batch} x {s.sequence} tokens a GPU{times}; "
-            f"{s.optimizer}, masters {s.master}",
+            f"{s.gpus} x {s.card}, {how}: {s.batch} x {s.sequence} tokens a GPU{times}",
+            ", ".join((f"{s.optimizer}, masters {s.master}", *_chosen(s))),
         ]
 
     def _memory(self) -> Table:
@@ -156,6 +159,21 @@ class TrainingPlan(Report):
             for x in self.alternatives
         ]
         return Table(("change", "peak, GiB", "tokens/s a GPU"), rows)
+
+
+def _chosen(setup: Setup) -> list[str]:
+    """Return the settings that are not the default, in words."""
+    chosen = {
+        "fuse": setup.fuse,
+        "share_inputs": setup.share_inputs,
+        "head in FP8": setup.convert_head,
+        "loss in chunks": setup.loss == "chunks",
+        "checkpointing": setup.checkpointing == "blocks",
+        f"compiled {setup.compile}": setup.compile != "none",
+        "gathered in bf16": setup.gather == "bf16",
+        "gathered once": not setup.reshard,
+    }
+    return [name for name, holds in chosen.items() if holds]
 
 
 def _rows(

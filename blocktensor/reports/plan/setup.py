@@ -93,6 +93,16 @@ class Setup:
         return self.sharding == "fsdp2"
 
     @property
+    def autocasts(self) -> bool:
+        """True if layers run in bf16 by autocast: masters in fp32 that nothing casts otherwise."""
+        return self.master == "fp32" and not self.is_sharded and self.lora is None
+
+    @property
+    def residual_bytes(self) -> int:
+        """Bytes of a feature between blocks; under autocast embeddings and sums are in fp32."""
+        return 4 if self.autocasts else 2
+
+    @property
     def shards(self) -> int:
         """Parts that parameters, gradients and optimizer states are cut into."""
         return self.gpus if self.is_sharded else 1

@@ -46,8 +46,10 @@ STREAM_BYTES = {"H200": 2.47e6, "H100": 1.81e6}
 """Bytes a microsecond of AdamW, norms of gradients and FSDP2's copies: 40 bytes for each of 4.015e9
 parameters in fsdp2.json's optimizer_ms. H100: as much less as its casts are slower (predict.py)."""
 
-LINK_BYTES = 164e3
-"""Bytes a microsecond of NCCL over NVLink during a step: collectives_ms of bf16 in fsdp2.json."""
+LINK_BYTES = 197e3
+"""Bytes a microsecond of NCCL over NVLink during a step: the fastest of the runs with reshard in
+fsdp2.json ("fp8, wgrad_input=1x128", 24.6 GB in its collectives_ms). Kernels wait for the other rank,
+so the link is not slower than this."""
 
 ROUTING_US = {"written out": 49e-6, "fused": 28e-6}
 """Microseconds for each feature of a routed row: sorts, gathers, weighted sums, and the backward of
@@ -278,12 +280,13 @@ def _elementwise(block: Block, run: Run) -> float:
     """
     setup = run.setup
     eager, total = setup.is_eager, 0.0
+    wide = setup.residual_bytes / _BF16
     fused = {mlp.parent for mlp in block.mlps if run.is_fused(mlp, block)}
     for norm in block.norms:
         written_out = norm.is_written_out and eager and not run.is_fused_norm(norm)
-        total += norm.width * (57 if written_out else 6)
+        total += norm.width * (57 if written_out else 6 * wide)
     branches = len(block.mlps) + (block.attention is not None)
-    total += branches * block.width * (6 if eager else 2)  # residual sums, both directions
+    total += branches * block.width * (6 if eager else 2) * wide  # residual sums, both directions
     for readers in block.groups().values():  # sums of their gradients of the input
         elements = readers[0].k * readers[0].rows
         total += 3 * elements * (len(readers) - 1) if eager else 0
