@@ -1,4 +1,7 @@
-"""The rows of benchmarks/results that ``blocktensor.plan`` is compared with, each with its run."""
+"""The rows of benchmarks/results that ``blocktensor.plan`` is compared with, each with its run.
+
+``python -m tests.support.measured_runs`` writes the table of docs/guides/plan.md again.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from torch import nn
 
 from benchmarks import experts, hf_llama, llama
 from blocktensor import Recipe
-from blocktensor.reports.plan.describe import describe
+from blocktensor.reports.plan.describe import Description, describe
 from blocktensor.reports.plan.memory import Memory, Run, peak
 from blocktensor.reports.plan.setup import Setup
 from blocktensor.reports.plan.speed import step
@@ -40,8 +43,13 @@ class Measured:
     def predicted(self) -> tuple[Memory, float]:
         """Return the predicted memory, and milliseconds of a step."""
         setup = Setup(**self.settings)
-        run = Run(describe(self.model(), setup), setup, self.fp8)
+        run = Run(_described(self.model(), setup.convert_head), setup, self.fp8)
         return peak(run), step(run).microseconds / 1e3
+
+
+@functools.cache
+def _described(model: nn.Module, convert_head: bool) -> Description:
+    return describe(model, Setup(convert_head=convert_head))
 
 
 def rows_of(file: str) -> list[dict[str, Any]]:
@@ -231,3 +239,49 @@ def measured_runs() -> list[Measured]:
     for card, folder in FOLDERS.items():
         runs += [*_blocks(card, folder), *_hf_llamas(card, folder), *_qwen3s(card, folder)]
     return runs
+
+
+# The table of the guide
+
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "plan.md"
+BEGIN, END = "<!-- measured -->\n", "<!-- end of measured -->\n"
+SHOWN = {
+    "fsdp2.json": None,
+    "block.json": ("bf16, eager", "fp8, eager", "fp8, compiled", "fp8, fused, eager"),
+    "hf_llama.json": ("bf16, eager", "fp8, eager", "fp8, compiled", "fp8, fused, eager"),
+    "experts.json": ("32 experts, bf16", "32 experts, fp8, fused", "64 experts, fp8"),
+    "memory.json": ("bf16, frozen, eager", "fp8, frozen, eager"),
+}
+"""By file the variants that the guide shows; None for all."""
+
+
+def table() -> str:
+    """Return the table of the guide: predicted and measured memory and time."""
+    lines = [
+        "| run | card | peak, GiB | measured | | step, ms | measured | |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for run in measured_runs():
+        shown = SHOWN[Path(run.file).name]
+        if shown is not None and run.variant not in shown:
+            continue
+        memory, ms = run.predicted()
+        assert run.peak_mib is not None
+        gib = memory.total / 2**30, run.peak_mib / 2**10
+        cells = [f"{Path(run.file).stem}: {run.variant}", run.settings["card"]]
+        cells += [f"{gib[0]:.1f}", f"{gib[1]:.1f}", f"{100 * (gib[0] / gib[1] - 1):+.1f}%"]
+        cells += ["", "", ""]
+        if run.ms is not None:
+            cells[-3:] = f"{ms:.0f}", f"{run.ms:.0f}", f"{100 * (ms / run.ms - 1):+.1f}%"
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Write the table into the guide."""
+    before, _, rest = PAGE.read_text("utf-8").partition(BEGIN)
+    PAGE.write_text(f"{before}{BEGIN}\n{table()}\n{END}{rest.partition(END)[2]}", "utf-8")
+
+
+if __name__ == "__main__":
+    main()
