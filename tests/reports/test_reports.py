@@ -20,6 +20,7 @@ from blocktensor import (
     fuse,
     load_fp8,
     monitor,
+    plan,
     reports,
     save_fp8,
     share_inputs,
@@ -79,6 +80,7 @@ MADE: dict[str, Callable[[Path], Report]] = {
     "SharingReport": lambda folder: shared(),
     "LoadReport": loaded,
     "Monitor": lambda folder: watched(),
+    "TrainingPlan": lambda folder: plan(nn.Linear(4096, 4096, bias=False)),
 }
 EMPTY: dict[str, Callable[[], Report]] = {
     "Explanation": lambda: explain(nn.Sequential()),

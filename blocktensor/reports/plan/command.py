@@ -13,7 +13,7 @@ from .plan import plan
 from .report import TrainingPlan
 from .setup import Checkpointing, Compile, Gather, Loss, Master, Optimizer, Sharding
 
-_COUNTS = {
+_COUNTS: dict[str, tuple[int | None, str]] = {
     "gpus": (1, "GPUs"),
     "batch": (1, "sequences of a microbatch on one GPU"),
     "sequence": (4096, "tokens of a sequence"),
@@ -41,10 +41,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments to the parser of the command."""
     parser.add_argument("model", help="a known id, a config class, or a folder with a config.json")
     parser.add_argument("--card", choices=[*CARDS], default="H100")
-    for name, (default, what) in _COUNTS.items():
-        parser.add_argument(f"--{name}", type=int, default=default, help=what)
-    for name, (choices, default) in _CHOICES.items():
-        parser.add_argument(f"--{name}", choices=get_args(choices), default=default)
+    for name, (count, what) in _COUNTS.items():
+        parser.add_argument(f"--{name}", type=int, default=count, help=what)
+    for name, (choices, usual) in _CHOICES.items():
+        parser.add_argument(f"--{name}", choices=get_args(choices), default=usual)
     for name, what in _FLAGS.items():
         parser.add_argument(f"--{name.replace('_', '-')}", action="store_true", help=what)
     parser.add_argument("--no-reshard", dest="reshard", action="store_false")

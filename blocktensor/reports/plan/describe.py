@@ -426,7 +426,7 @@ def _head(
     matmuls = tuple(_matmul(x, "", in_fp8, "head", 1.0) for x in members)
     outside = [(n, m) for n, m in model.named_modules() if n and not _block_of(n)]
     norms = tuple(
-        Norm(m.weight.numel(), not isinstance(m, _TORCH_NORMS))  # type: ignore[operator, union-attr]
+        Norm(m.weight.numel(), not isinstance(m, _TORCH_NORMS))
         for _, m in outside
         if "norm" in type(m).__name__.lower() and m._parameters.get("weight") is not None
     )

@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-KNOWN: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_suffix(".json").read_text("utf-8"))
+KNOWN: dict[str, dict[str, Any]] = json.loads(
+    Path(__file__).with_suffix(".json").read_text("utf-8")
+)
 """The config class of transformers and the sizes of models, by their ids on the hub."""
 
 
@@ -40,15 +42,15 @@ def model_of(source: Any, sizes: Mapping[str, Any] | None = None) -> tuple[str, 
             )
         return type(source).__name__, source
     if isinstance(source, (str, os.PathLike)):
-        name, config = _named(os.fspath(source))
+        name, config = _named(os.fspath(source), sizes or {})
     elif hasattr(source, "model_type") and hasattr(source, "to_dict"):
-        name, config = type(source).__name__, type(source).from_dict(source.to_dict())
+        name = type(source).__name__
+        config = _changed(type(source).from_dict(source.to_dict()), sizes or {})
     else:
         raise TypeError(
             f"plan takes a module, a config of transformers, or the name of one: got a "
             f"{type(source).__name__}"
         )
-    _change(config, sizes or {})
     config.quantization_config = None
     del config.quantization_config  # of an FP8 checkpoint, whose layers are not nn.Linear
     library = _transformers()
@@ -75,7 +77,7 @@ def _transformers() -> Any:
         ) from error
 
 
-def _named(name: str) -> tuple[str, Any]:
+def _named(name: str, sizes: Mapping[str, Any]) -> tuple[str, Any]:
     """Return a short name and the config of a known id, a class, or a folder."""
     short = {known.rpartition("/")[2].lower(): known for known in KNOWN}
     known = name if name in KNOWN else short.get(name.rpartition("/")[2].lower())
@@ -83,25 +85,41 @@ def _named(name: str) -> tuple[str, Any]:
     folder = path.parent if path.name == "config.json" else path
     if (folder / "config.json").is_file():
         library = _transformers()
-        return folder.resolve().name, library.AutoConfig.from_pretrained(
-            folder, local_files_only=True
-        )
+        config = library.AutoConfig.from_pretrained(folder, local_files_only=True)
+        return folder.resolve().name, _changed(config, sizes)
     if path.is_dir():
         raise ValueError(f"{name!r} has no config.json: expected the folder of a model")
     if known is not None:
         kind = getattr(_transformers(), KNOWN[known]["config"])
-        return known.rpartition("/")[2], kind(**KNOWN[known]["sizes"])
+        return known.rpartition("/")[2], _made(kind, {**KNOWN[known]["sizes"], **sizes})
     if name.endswith("Config") and hasattr(_transformers(), name):
-        return name, getattr(_transformers(), name)()
+        return name, _made(getattr(_transformers(), name), sizes)
     near = difflib.get_close_matches(name.lower(), short, n=3, cutoff=0.5)
-    likely = f"; did you mean {' or '.join(short[x] for x in near)}?" if near else ""
+    likely = f": did you mean {' or '.join(near)}?" if near else "."
     raise ValueError(
         f"unknown model {name!r}{likely} Expected an id of {', '.join(map(repr, short.values()))}; "
         f"a config class of transformers, such as 'LlamaConfig'; or a folder with a config.json"
     )
 
 
-def _change(config: Any, sizes: Mapping[str, Any]) -> None:
+def _made(kind: Any, sizes: Mapping[str, Any]) -> Any:
+    """Return a config of a class, which computes sizes that are not given from those that are."""
+    _check(kind(), sizes)
+    return kind(**sizes)
+
+
+def _changed(config: Any, sizes: Mapping[str, Any]) -> Any:
+    """Return a config with other sizes; all that it computed from the former ones stay."""
+    _check(config, sizes)
+    for name, value in sizes.items():
+        setattr(config, name, value)
+        kinds = getattr(config, "layer_types", None)
+        if name == "num_hidden_layers" and kinds:  # one for each layer
+            config.layer_types = [kinds[i % len(kinds)] for i in range(value)]
+    return config
+
+
+def _check(config: Any, sizes: Mapping[str, Any]) -> None:
     for name, value in sizes.items():
         if not hasattr(config, name):
             near = difflib.get_close_matches(name, list(config.to_dict()), n=3, cutoff=0.5)
@@ -109,7 +127,3 @@ def _change(config: Any, sizes: Mapping[str, Any]) -> None:
             raise ValueError(f"{type(config).__name__} has no {name!r}{likely}")
         if isinstance(value, int) and not isinstance(value, bool) and value < 1:
             raise ValueError(f"{name}={value}: expected 1 or more")
-        setattr(config, name, value)
-        kinds = getattr(config, "layer_types", None)
-        if name == "num_hidden_layers" and kinds:  # one for each layer
-            config.layer_types = [kinds[i % len(kinds)] for i in range(value)]

@@ -99,7 +99,8 @@ def plan(
         TypeError: arguments of another type.
         ValueError: counts below 1, other choices, an unknown model, a model without linear layers.
     """
-    by_default: Sharding = "fsdp2" if isinstance(gpus, int) and gpus > 1 else "none"
+    several: Any = gpus  # Setup checks it
+    by_default: Sharding = "fsdp2" if isinstance(several, int) and several > 1 else "none"
     setup = Setup(
         gpus=gpus,
         card=card,

@@ -18,7 +18,7 @@ from ...ops.formats import BlockFormat
 from ...ops.gemm.choose_backend import GemmProblem, predict_gemm
 from ...ops.scale_layouts import columnwise_width
 from ..predict import CAST_US, HOST_US, RATES, bf16_matmul_us
-from .describe import Block, Matmul, Mlp
+from .describe import Block, Matmul
 from .memory import STATE_BYTES, Run
 from .setup import NODE
 
@@ -48,8 +48,8 @@ parameters in fsdp2.json's optimizer_ms. H100: as much less as its casts are slo
 
 LINK_BYTES = 197e3
 """Bytes a microsecond of NCCL over NVLink during a step: the fastest of the runs with reshard in
-fsdp2.json ("fp8, wgrad_input=1x128", 24.6 GB in its collectives_ms). Kernels wait for the other rank,
-so the link is not slower than this."""
+fsdp2.json ("fp8, wgrad_input=1x128", 24.6 GB in its collectives_ms). Kernels wait for the other
+rank, so the link is not slower than this."""
 
 ROUTING_US = {"written out": 49e-6, "fused": 28e-6}
 """Microseconds for each feature of a routed row: sorts, gathers, weighted sums, and the backward of
@@ -115,7 +115,7 @@ def flops(run: Run) -> tuple[float, float]:
 
 
 def _attention_flops(block: Block, run: Run) -> float:
-    """Return FLOPs of causal attention: two matmuls in the forward, five in the backward, halved."""
+    """Return FLOPs of causal attention: half of two matmuls forward and five backward."""
     if block.attention is None:
         return 0.0
     setup, width = run.setup, block.attention.queries + block.attention.output
@@ -410,5 +410,3 @@ def _exposed(run: Run, computing: float) -> float:
     sent = _gathers(run) * gathered + _BF16 * embedding + _FP32 * run.trainable
     ends = _BF16 * embedding + (_FP32 * embedding if run.trains else 0)
     return part * (ends + max(0.0, sent - ends - computing * LINK_BYTES / part)) / LINK_BYTES
-
-

@@ -55,7 +55,9 @@ def test_a_llama(tied: bool) -> None:
         ("mlp.up_proj", "input", 512, 256, True),
         ("mlp.down_proj", "down", 256, 512, True),
     ]
-    assert [(n.width, n.is_written_out, n.feeds_fp8) for n in block.norms] == [(256, True, True)] * 2
+    assert [(n.width, n.is_written_out, n.feeds_fp8) for n in block.norms] == [
+        (256, True, True)
+    ] * 2
     assert found.head is not None
     assert [m.n for m in found.head.matmuls] == [1000]
     assert (found.is_tied, found.embedding) == (tied, 256_000)

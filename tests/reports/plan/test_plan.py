@@ -218,16 +218,26 @@ def test_counts_are_integers(gpus: Any) -> None:
 
 
 def test_a_recipe_is_a_recipe() -> None:
-    with pytest.raises(TypeError, match="expected a blocktensor.Recipe"):
+    with pytest.raises(TypeError, match=r"expected a blocktensor\.Recipe"):
         Setup(recipe="fp32")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     ("source", "sizes", "error", "message"),
     [
-        ("llama-3.1-8", {}, ValueError, "unknown model 'llama-3.1-8'; did you mean llama-3.1-8b"),
+        (
+            "llama-3.1-8",
+            {},
+            ValueError,
+            "unknown model 'llama-3.1-8': did you mean llama-3.1-8b or",
+        ),
         ("nothing", {}, ValueError, "Expected an id of 'meta-llama/Llama-3.2-1B'"),
-        ("LlamaConfig", {"hidden": 64}, ValueError, "has no 'hidden': did you mean hidden_size"),
+        (
+            "LlamaConfig",
+            {"hidden": 64},
+            ValueError,
+            "has no 'hidden': did you mean hidden_act or hidden_size",
+        ),
         ("LlamaConfig", {"num_hidden_layers": -1}, ValueError, "num_hidden_layers=-1: expected 1"),
         ("ViTConfig", {}, ValueError, "cannot build a causal language model from this ViTConfig"),
         (nn.Linear(8, 8), {"x": 1}, TypeError, "change a config: build the Linear with them"),
