@@ -123,7 +123,7 @@ def test_a_notebook_shows_what_print_shows(kind: str, tmp_path: Path) -> None:
     assert words(" ".join(cells)) == words(str(report))
     assert "" not in parts
     tables = [part for part in parts if not isinstance(part, str)]
-    assert len(tables) == (2 if kind in ("Explanation", "AuditReport") else 1)
+    assert len(tables) == (2 if kind in ("Explanation", "AuditReport", "TrainingPlan") else 1)
     for header, *rows in tables:
         assert rows and {len(row) for row in rows} == {len(header)}
     assert any(ODD in cell for cell in cells)

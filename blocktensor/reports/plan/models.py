@@ -91,9 +91,9 @@ def _named(name: str, sizes: Mapping[str, Any]) -> tuple[str, Any]:
         raise ValueError(f"{name!r} has no config.json: expected the folder of a model")
     if known is not None:
         kind = getattr(_transformers(), KNOWN[known]["config"])
-        return known.rpartition("/")[2], _made(kind, {**KNOWN[known]["sizes"], **sizes})
+        return known.rpartition("/")[2], _made(kind, KNOWN[known]["sizes"], sizes)
     if name.endswith("Config") and hasattr(_transformers(), name):
-        return name, _made(getattr(_transformers(), name), sizes)
+        return name, _made(getattr(_transformers(), name), {}, sizes)
     near = difflib.get_close_matches(name.lower(), short, n=3, cutoff=0.5)
     likely = f": did you mean {' or '.join(near)}?" if near else "."
     raise ValueError(
@@ -102,10 +102,10 @@ def _named(name: str, sizes: Mapping[str, Any]) -> tuple[str, Any]:
     )
 
 
-def _made(kind: Any, sizes: Mapping[str, Any]) -> Any:
+def _made(kind: Any, known: Mapping[str, Any], sizes: Mapping[str, Any]) -> Any:
     """Return a config of a class, which computes sizes that are not given from those that are."""
-    _check(kind(), sizes)
-    return kind(**sizes)
+    _check(kind(**known), sizes)
+    return kind(**{**known, **sizes})
 
 
 def _changed(config: Any, sizes: Mapping[str, Any]) -> Any:

@@ -71,8 +71,8 @@ def plan(
         card: ``"H100"`` (80 GB) or ``"H200"`` (141 GB).
         batch: sequences of a microbatch on one GPU.
         sequence: tokens of a sequence.
-        sharding: ``"none"`` (one GPU, or DDP) or ``"fsdp2"`` (each block, the embedding and the head
-            by itself). Default: FSDP2 for several GPUs.
+        sharding: ``"none"`` (one GPU, or DDP) or ``"fsdp2"`` (each block, the embedding and the
+            head by itself). Default: FSDP2 for several GPUs.
         gather: what FSDP2 gathers of FP8 weights: ``"fp8"``, or ``"bf16"`` as without ``convert``
             before ``fully_shard``.
         reshard: FSDP2's ``reshard_after_forward``, of blocks.
