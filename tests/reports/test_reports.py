@@ -80,7 +80,7 @@ MADE: dict[str, Callable[[Path], Report]] = {
     "SharingReport": lambda folder: shared(),
     "LoadReport": loaded,
     "Monitor": lambda folder: watched(),
-    "TrainingPlan": lambda folder: plan(nn.Linear(4096, 4096, bias=False)),
+    "TrainingPlan": lambda folder: plan(type(ODD, (nn.Linear,), {})(4096, 4096)),
 }
 EMPTY: dict[str, Callable[[], Report]] = {
     "Explanation": lambda: explain(nn.Sequential()),

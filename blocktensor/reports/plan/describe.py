@@ -91,7 +91,7 @@ class Mlp:
     """An MLP of ``hidden`` features.
 
     Attributes:
-        rows: for a token, as those of its matmuls.
+        rows: of its input for a token.
         width: features of its input.
     """
 
@@ -108,7 +108,7 @@ class Norm:
     """A norm of ``width`` features of each token.
 
     Attributes:
-        is_written_out: True if its forward is written in several ops, as those of transformers are.
+        is_written_out: True if its forward is several ops, as in transformers.
         is_of_heads: True for norms of queries and keys.
         feeds_fp8: True if linear layers that read it, by its name, run in FP8.
     """

@@ -32,13 +32,13 @@ PARTS = (
 """The parts, in the order of reports."""
 
 CUBLAS_BYTES = 2 * 32 * 2**20
-"""Workspaces of cuBLAS on Hopper: 32 MiB for the thread of forwards, and for that of backwards."""
+"""Workspaces of cuBLAS on Hopper: 32 MiB each for the threads of forward and backward."""
 
 CHUNK_BYTES = 2**32
 """The bound of ``linear_cross_entropy`` for the logits of a chunk and their loss's 2 bytes."""
 
 STATE_BYTES = {"adamw": (2, None), "adamw_8bit": (2, 1), "sgd_momentum": (1, None)}
-"""States of optimizers, and their bytes where these are not those of the parameter."""
+"""States of optimizers, and their bytes; None: as many as the parameter has."""
 
 _BF16, _FP32 = 2, 4
 
@@ -208,7 +208,7 @@ def _of_mlp(mlp: Mlp, is_fused: bool, run: Run) -> float:
 def backward_bytes(block: Block, run: Run) -> float:
     """Return bytes that the backward of a block allocates, less those that it has freed.
 
-    The largest is that of an MLP: the gradient of h and those of gate and up.
+    Most is allocated in an MLP: the gradients of h, gate and up.
     """
     tokens = run.setup.tokens
     return max((_backward_of(mlp, block, run) * 1.0 for mlp in block.mlps), default=0.0) or (

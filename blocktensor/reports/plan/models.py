@@ -23,7 +23,7 @@ def model_of(source: Any, sizes: Mapping[str, Any] | None = None) -> tuple[str, 
     """Return a name and the model on the meta device.
 
     Args:
-        source: a module, as it is; a config of transformers; the name of a config class
+        source: a module; a config of transformers; the name of a config class
             (``"LlamaConfig"``); an id of :data:`KNOWN`, or its last part; a folder with a
             ``config.json``, or that file.
         sizes: attributes of the config to change.

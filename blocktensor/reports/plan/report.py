@@ -31,7 +31,7 @@ class Estimate:
         time: microseconds of a step, by part.
         tokens: of a step of one GPU.
         flops: of a microbatch of one GPU, forward + backward.
-        fp8_flops: those of them in FP8.
+        fp8_flops: the part of them in FP8.
     """
 
     moment: str

@@ -102,7 +102,7 @@ class Speed:
 
 
 def flops(run: Run) -> tuple[float, float]:
-    """Return the FLOPs of a microbatch, forward + backward, and those of them in FP8."""
+    """Return the FLOPs of a microbatch, forward + backward, and the part in FP8."""
     total = fp8 = 0.0
     for block in run.blocks:
         for matmul in block.matmuls:
