@@ -150,6 +150,12 @@ def test_more_experts_for_a_token_than_there_are() -> None:
         describe(model, SMALL)
 
 
+def test_state_space_models_have_no_attention() -> None:
+    found = describe(build("Mamba", num_hidden_layers=1, hidden_size=256, vocab_size=512), SMALL)
+    assert found.blocks[0].attention is None
+    assert "no attention found by the names of its linear layers: none is counted" in found.notes
+
+
 def test_unknown_names_are_told() -> None:
     model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256))
     (note,) = describe(model, SMALL).notes
