@@ -17,6 +17,7 @@ from .recipe import Recipe
 from .reports.audit import audit, audit_step
 from .reports.explain import explain
 from .reports.monitor import monitor
+from .reports.plan.plan import plan
 from .tensor.fp8_tensor import BlockwiseFP8Tensor
 from .tensor.weight import BlockwiseFP8Weight
 
@@ -25,7 +26,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BlockwiseFP8Tensor", "BlockwiseFP8Weight", "CheckpointError", "MinSizes", "Recipe", "audit",
     "audit_step", "convert", "distributed", "explain", "freeze", "functional", "fuse", "iter_fp8",
-    "load_fp8", "monitor", "quantize", "reports", "save_fp8", "share_inputs",
+    "load_fp8", "monitor", "plan", "quantize", "reports", "save_fp8", "share_inputs",
     "to_blockwise_fp8_weights", "unfreeze", "unfuse", "unshare_inputs",
 ]  # fmt: skip
 

@@ -1,4 +1,5 @@
-"""``python -m blocktensor doctor``: the environment, what runs fast, and a self-check.
+"""``python -m blocktensor``: ``doctor``, the environment, what runs fast, and a self-check;
+``plan MODEL``, the memory and the speed of a training run, without a GPU.
 
 ``--json`` prints the same for scripts.
 """
@@ -28,6 +29,7 @@ from .ops import reference
 from .ops.devices import HOPPER, capability, card
 from .ops.runtime import build_player
 from .recipe import DEFAULT_RECIPE
+from .reports.plan import command
 from .reports.predict import tokens_to_gain
 from .text_table import Table, human_bytes
 
@@ -54,15 +56,34 @@ MAX_FP8_ERROR = 0.06
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the report; return 0 if the self-check holds, else 1."""
-    parser = argparse.ArgumentParser(
-        "python -m blocktensor", description=__doc__.partition("\n")[0]
-    )
-    parser.add_argument("command", nargs="?", choices=["doctor"], default="doctor")
+    """Run a command; return its exit status."""
+    parser = argparse.ArgumentParser("python -m blocktensor")
+    parser.set_defaults(command="doctor")
+    commands = parser.add_subparsers(dest="command", metavar="{doctor,plan}")
+    doctors = commands.add_parser("doctor", help="the environment, and a self-check")
+    plans = commands.add_parser("plan", help="memory and speed of a training run, without a GPU")
+    command.add_arguments(plans)
     parser.add_argument("--json", action="store_true", help="print JSON")
+    for each in (doctors, plans):  # not to overwrite an option before the command
+        each.add_argument("--json", action="store_true", default=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
+    return planned(options, plans) if options.command == "plan" else doctor(options.json)
+
+
+def planned(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    """Print the plan of a training run; return 0 if it fits, else 1."""
+    try:
+        report = command.run(options)
+    except (ImportError, NotImplementedError, TypeError, ValueError) as error:
+        parser.error(str(error))
+    print(json.dumps(report.to_dict(), indent=2) if options.json else report)
+    return 0 if report.fits else 1
+
+
+def doctor(as_json: bool) -> int:
+    """Print the environment and a self-check; return 0 if the self-check holds, else 1."""
     devices = _devices()
-    if options.json:
+    if as_json:
         told = {str(x): facts(x) | {"self_check": checked(x)} for x in devices}
         whole = {"environment": environment_of(), "devices": told, "patches": patches.facts()}
         print(json.dumps(whole, indent=2))

@@ -199,3 +199,58 @@ def test_unknown_arguments(capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit):
             command.main(arguments)
     assert "unrecognized arguments: --yaml" in capsys.readouterr().err
+
+
+# plan
+
+
+def test_a_plan_exits_with_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    words = ["plan", "Llama-3.1-8B", "--gpus", "2", "--sequence", "8192", "--compile", "blocks"]
+    assert command.main([*words, "--card", "H200"]) == 0
+    fits = capsys.readouterr().out
+    settings: dict[str, Any] = {"gpus": 2, "sequence": 8192, "compile": "blocks"}
+    report = blocktensor.plan("Llama-3.1-8B", card="H200", **settings)
+    assert fits == f"{report}\n"
+    for before, after in (([], ["--json"]), (["--json"], [])):
+        assert command.main([*before, *words, *after, "--card", "H200"]) == 0
+        assert json.loads(capsys.readouterr().out) == report.to_dict()
+    assert command.main(words) == 1
+    assert "does not fit in FP8; what would fit:" in capsys.readouterr().out
+
+
+def test_a_plan_of_other_sizes(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    words = ["LlamaConfig", "--layers", "2", "--set", "hidden_size=1024", "--wgrad-input", "1x128"]
+    assert command.main(["plan", *words, "--convert-small", "--no-clip", "--no-reshard"]) == 0
+    report = blocktensor.plan(
+        "LlamaConfig",
+        sizes={"num_hidden_layers": 2, "hidden_size": 1024},
+        recipe=blocktensor.Recipe.deepseek(),
+        skip_small=False,
+        clip=False,
+        reshard=False,
+    )
+    assert capsys.readouterr().out == f"{report}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["Llama-3.1-8B", "--gpus", "-2"], "gpus=-2: expected 1 or more"),
+        (["no-such-model"], "unknown model 'no-such-model'"),
+        (["LlamaConfig", "--set", "hidden_size"], "--set 'hidden_size': expected NAME=VALUE"),
+        (["Llama-3.1-8B", "--card", "B200"], "invalid choice: 'B200'"),
+        ([], "the following arguments are required: model"),
+    ],
+)
+def test_a_plan_that_is_refused(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers")
+    with pytest.raises(SystemExit) as exit:
+        command.main(["plan", *words])
+    assert exit.value.code == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error

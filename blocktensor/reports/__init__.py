@@ -8,18 +8,25 @@ from ..text_table import Report
 from .audit_report import AuditReport
 from .explain import Explanation
 from .monitor import Health, Monitor
+from .plan.report import Alternative, Estimate, Part, TrainingPlan
+from .plan.setup import Setup
 
 __all__ = [
+    "Alternative",
     "AuditReport",
     "ConversionReport",
+    "Estimate",
     "Explanation",
     "FusionEntry",
     "FusionReport",
     "Health",
     "LoadReport",
     "Monitor",
+    "Part",
     "Report",
+    "Setup",
     "SharingReport",
+    "TrainingPlan",
 ]
 
 

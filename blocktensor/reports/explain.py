@@ -29,6 +29,9 @@ from ..sharding.dtensor import fp8_part, is_parallel
 from ..text_table import Report, Table, collapse
 from .predict import LayerTime, bf16_matmul_us, casts_us, speedups
 
+WHOLE_STEPS = "whole steps, with attention, the loss and the optimizer: blocktensor.plan"
+"""The line under predicted times, which are those of linear layers."""
+
 _META = torch.device("meta")
 Shape = tuple[int, int, int]
 
@@ -88,12 +91,12 @@ class Explanation(Report):
         header = ("layer", "product", "M x N x K", "backend", "why")
         parts: list[Table | str] = [Table(header, rows)]
         if self.layers:
-            parts += "", self._times()
+            parts += "", self._times(), WHOLE_STEPS
         return [*parts, *filter(None, [self.fast_path])]
 
     def _times(self) -> Table:
         cells = [(x.layer, *_cells([x])) for x in self.layers]
-        rows = [*collapse(cells, across=True), ("all", *_cells(self.layers))]
+        rows = [*collapse(cells, across=True), ("linear layers alone", *_cells(self.layers))]
         header = "bf16, us", "FP8, us", "in CUDA graphs", "eager"
         return Table(("predicted, forward + backward", *header), rows)
 

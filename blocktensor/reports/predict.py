@@ -29,8 +29,12 @@ class Rates(NamedTuple):
     bytes: float
 
 
-_RATES = {"H100": Rates(710e6, 2.75e6), "H200": Rates(690e6, 3.75e6)}
-_CAST_US = 3.0
+RATES = {"H100": Rates(710e6, 2.75e6), "H200": Rates(690e6, 3.75e6)}
+"""By the name of a card."""
+
+CAST_US = 3.0
+"""Microseconds that each cast takes beyond the bytes that it moves."""
+
 _MATMUL_US, _LEAST_MATMUL_US = 1.0, 7.5
 
 
@@ -45,7 +49,7 @@ class LayerTime:
 
 def bf16_matmul_us(m: int, n: int, k: int, card: Card) -> float:
     """Return microseconds of a bf16 matmul ``[M, N]`` over K."""
-    return max(_LEAST_MATMUL_US, _MATMUL_US + 2 * m * n * k / _RATES[card.name].flops)
+    return max(_LEAST_MATMUL_US, _MATMUL_US + 2 * m * n * k / RATES[card.name].flops)
 
 
 def casts_us(
@@ -66,7 +70,7 @@ def casts_us(
     moved = [m * k * (of_x.itemsize + 1 + wgrad), m * n * (of_x.itemsize + 1 + wgrad)]
     if trains:  # the cast, and the transpose that dgrad reads
         moved += [n * k * (of_w.itemsize + 1), n * k * 2]
-    return sum(_CAST_US + part / _RATES[card.name].bytes for part in moved)
+    return sum(CAST_US + part / RATES[card.name].bytes for part in moved)
 
 
 def speedups(layers: Sequence[LayerTime]) -> tuple[float, float]:
@@ -87,5 +91,5 @@ def tokens_to_gain(n: int, k: int, host: Mapping[str, float], card: Card) -> int
     GPU as long as FP8 takes the host, in steps of 256.
     """
     us = max(host["fp8"], host["bf16"]) - 3 * _MATMUL_US
-    tokens = us * _RATES[card.name].flops / (6 * n * k)
+    tokens = us * RATES[card.name].flops / (6 * n * k)
     return max(1, math.ceil(tokens / 256)) * 256

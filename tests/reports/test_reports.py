@@ -20,6 +20,7 @@ from blocktensor import (
     fuse,
     load_fp8,
     monitor,
+    plan,
     reports,
     save_fp8,
     share_inputs,
@@ -79,6 +80,7 @@ MADE: dict[str, Callable[[Path], Report]] = {
     "SharingReport": lambda folder: shared(),
     "LoadReport": loaded,
     "Monitor": lambda folder: watched(),
+    "TrainingPlan": lambda folder: plan(type(ODD, (nn.Linear,), {})(4096, 4096)),
 }
 EMPTY: dict[str, Callable[[], Report]] = {
     "Explanation": lambda: explain(nn.Sequential()),
@@ -121,7 +123,7 @@ def test_a_notebook_shows_what_print_shows(kind: str, tmp_path: Path) -> None:
     assert words(" ".join(cells)) == words(str(report))
     assert "" not in parts
     tables = [part for part in parts if not isinstance(part, str)]
-    assert len(tables) == (2 if kind in ("Explanation", "AuditReport") else 1)
+    assert len(tables) == (2 if kind in ("Explanation", "AuditReport", "TrainingPlan") else 1)
     for header, *rows in tables:
         assert rows and {len(row) for row in rows} == {len(header)}
     assert any(ODD in cell for cell in cells)

@@ -295,6 +295,14 @@ def test_values_without_their_scales_are_refused(dtype: torch.dtype, tmp_path: P
         loaded(tmp_path, choices(frozen=True), dtype="auto")
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e5m2, torch.int8, torch.uint8])
+def test_values_without_their_scales_in_a_given_state_are_refused(dtype: torch.dtype) -> None:
+    model = llama()
+    state = {UP: torch.ones(model.get_parameter(UP).shape).to(dtype)}
+    with pytest.raises(CheckpointError, match=UP.replace(".", r"\.")):
+        fp8_checkpoint(model, None, state, ())
+
+
 def test_bools_need_no_scales() -> None:
     model = llama()
     state = {UP: torch.ones(model.get_parameter(UP).shape, dtype=torch.bool)}

@@ -1,0 +1,1 @@
+"""Internal: what a training run needs and how fast it is, from the module tree alone."""

@@ -1,0 +1,87 @@
+"""``python -m blocktensor plan``: the arguments of :func:`blocktensor.plan` on a command line."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from typing import Any, get_args
+
+from ...ops.devices import CARDS
+from ...recipe import Recipe, WgradInput
+from .plan import plan
+from .report import TrainingPlan
+from .setup import Checkpointing, Compile, Gather, Loss, Master, Optimizer, Sharding
+
+_COUNTS: dict[str, tuple[int | None, str]] = {
+    "gpus": (1, "GPUs"),
+    "batch": (1, "sequences of a microbatch on one GPU"),
+    "sequence": (4096, "tokens of a sequence"),
+    "microbatches": (1, "forwards and backwards of a step"),
+    "lora": (None, "rank of adapters on a frozen base"),
+}
+_FLAGS = {
+    "fuse": "with blocktensor.fuse",
+    "recompute": "fuse(model, recompute=True)",
+    "share_inputs": "with blocktensor.share_inputs",
+    "convert_head": "the head in FP8, too",
+}
+_CHOICES: dict[str, tuple[Any, str | None]] = {
+    "sharding": (Sharding, None),
+    "gather": (Gather, "fp8"),
+    "optimizer": (Optimizer, "adamw"),
+    "master": (Master, "fp32"),
+    "checkpointing": (Checkpointing, "none"),
+    "compile": (Compile, "none"),
+    "loss": (Loss, "logits"),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments to the parser of the command."""
+    parser.add_argument("model", help="a known id, a config class, or a folder with a config.json")
+    parser.add_argument("--card", choices=[*CARDS], default="H100")
+    for name, (count, what) in _COUNTS.items():
+        parser.add_argument(f"--{name}", type=int, default=count, help=what)
+    for name, (choices, usual) in _CHOICES.items():
+        parser.add_argument(f"--{name}", choices=get_args(choices), default=usual)
+    for name, what in _FLAGS.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", action="store_true", help=what)
+    parser.add_argument("--no-reshard", dest="reshard", action="store_false")
+    parser.add_argument("--no-clip", dest="clip", action="store_false")
+    parser.add_argument("--convert-small", dest="skip_small", action="store_false")
+    parser.add_argument("--wgrad-input", choices=get_args(WgradInput), default="128x128")
+    parser.add_argument("--layers", type=int, help="the same as --set num_hidden_layers=N")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="change an attribute of the config",
+    )
+
+
+def run(options: argparse.Namespace) -> TrainingPlan:
+    """Return the plan of parsed arguments."""
+    settings = {
+        name: getattr(options, name)
+        for name in (*_COUNTS, *_CHOICES, *_FLAGS, "card", "reshard", "clip", "skip_small")
+    }
+    sizes = _sizes(options.set)
+    if options.layers is not None:
+        sizes["num_hidden_layers"] = options.layers
+    recipe = Recipe(wgrad_input=options.wgrad_input)
+    return plan(options.model, sizes=sizes, recipe=recipe, **settings)
+
+
+def _sizes(assignments: Sequence[str]) -> dict[str, Any]:
+    sizes: dict[str, Any] = {}
+    for assignment in assignments:
+        name, equals, text = assignment.partition("=")
+        if not equals or not name:
+            raise ValueError(f"--set {assignment!r}: expected NAME=VALUE")
+        try:
+            sizes[name] = json.loads(text)
+        except ValueError:
+            sizes[name] = text
+    return sizes
