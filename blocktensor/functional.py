@@ -16,7 +16,7 @@ from .autograd.quantize import quantize
 from .ops import checks
 from .ops.producers.ops import ActivationName
 from .overrides import dynamo as _whole_functions
-from .recipe import Recipe, is_recipe
+from .recipe import Recipe, check_recipe
 from .tensor.base import FP8Base
 
 __all__ = [
@@ -211,7 +211,7 @@ def _check(
     for name, x in (*needed.items(), *(optional or {}).items()):
         if x is not None or name in needed:
             checks.tensor(x, name)
-    is_recipe(recipe)
+    check_recipe(recipe)
 
 
 def _gated(

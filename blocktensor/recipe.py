@@ -111,7 +111,7 @@ class Recipe:
 DEFAULT_RECIPE = Recipe()
 
 
-def is_recipe(recipe: object) -> None:
+def check_recipe(recipe: object) -> None:
     """Check that ``recipe`` is a Recipe or None, else raise TypeError."""
     if recipe is None or isinstance(recipe, Recipe):
         return

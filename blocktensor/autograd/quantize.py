@@ -19,7 +19,7 @@ from ..ops.norm.ops import gradients as norm_gradients
 from ..ops.norm.ops import normalize, rstd_of
 from ..ops.norm.reference import NormKind
 from ..ops.runtime.specialize import must_dispatch
-from ..recipe import DEFAULT_RECIPE, Recipe, is_recipe
+from ..recipe import DEFAULT_RECIPE, Recipe, check_recipe
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from .backward import FP8Function, Gradients, given_out, run_backward
 
@@ -38,7 +38,7 @@ def quantize(x: Tensor, recipe: Recipe | None = None) -> BlockwiseFP8Tensor:
     Raises:
         TypeError, ValueError: another type or dtype, or a scalar.
     """
-    is_recipe(recipe)
+    check_recipe(recipe)
     if isinstance(x, BlockwiseFP8Tensor):
         return x
     checks.tensor(x, "x")

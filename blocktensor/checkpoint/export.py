@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..model.names import is_module
+from ..model.names import check_module
 from ..ops.cast.ops import dequantize, quantize_rowwise
 from ..ops.checks import bad_scale
 from ..ops.formats import BLOCKS_128X128, BlockFormat, Quantized
@@ -129,7 +129,7 @@ def exported(model: nn.Module, caller: str, separate_experts: bool) -> Exported:
     Raises:
         TypeError, ValueError: see :func:`save_fp8`.
     """
-    is_module(model, caller)
+    check_module(model, caller)
     tensors = _unique_tensors(model)
     fp8 = {name for name, x in tensors.items() if fp8_part(x) is not None}
     if not fp8:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from ..conversion.pretrained_models import follow_pretrained_models
-from ..model.names import is_module
+from ..model.names import check_module
 from ..model.weights import is_linear, kind_of
 from ..recipe import Recipe
 from ..sharding.dtensor import fp8_part, local_of
@@ -141,7 +141,7 @@ def load_fp8(
         UserWarning: no weight of the model is in FP8 then.
     """
     require_safetensors()
-    is_module(model, "load_fp8")
+    check_module(model, "load_fp8")
     folder = Path(path)
     entries, targets = entries_of(folder), _targets(model)
     tensors = {name: target.current for name, target in targets.items()}

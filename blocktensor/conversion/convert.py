@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from ..model.names import (
     Experts,
-    is_module,
+    check_module,
     named_experts,
     weights_to_skip,
     with_all_above,
@@ -33,7 +33,7 @@ from ..model.weights import (
     weights_of,
     why_unconvertible,
 )
-from ..recipe import DEFAULT_RECIPE, Recipe, is_recipe
+from ..recipe import DEFAULT_RECIPE, Recipe, check_recipe
 from ..sharding.dtensor import fp8_part, is_parallel, local_of, own_part
 from ..sharding.fsdp.fsdp_internals import owner_of
 from ..tensor.base import FP8Base
@@ -82,8 +82,8 @@ def to_blockwise_fp8_weights(module: nn.Module, recipe: Recipe | None = None) ->
             with another recipe.
         RuntimeError: the parameter is in use by an autograd graph or held by a wrapper such as DDP.
     """
-    is_module(module, "to_blockwise_fp8_weights")
-    is_recipe(recipe)
+    check_module(module, "to_blockwise_fp8_weights")
+    check_recipe(recipe)
     keys = weights_of(module)
     if not keys:
         warn_of_container(module)
@@ -160,8 +160,8 @@ def convert(
             is as large as stacks of experts are, and neither ``stacks`` nor ``skip`` names it; a
             Hopper GPU lacks the fast path.
     """
-    is_module(model, "convert")
-    is_recipe(recipe)
+    check_module(model, "convert")
+    check_recipe(recipe)
     if filter is not None and not callable(filter):
         raise TypeError(f"filter={filter!r} is not callable: expected filter(module, name) -> bool")
     if not isinstance(skip_small, (bool, MinSizes)):

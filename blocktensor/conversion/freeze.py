@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 from torch import Tensor, nn
 
-from ..model.names import is_module
+from ..model.names import check_module
 from ..model.weights import Matrix, fp8_weights, frozen_form, kind_of, why_unconvertible
 from ..sharding.dtensor import fp8_part, with_local
 from ..sharding.fsdp.gather import GatheredInFP8
@@ -53,7 +53,7 @@ def freeze(model: nn.Module, *, rounding: Rounding = "nearest", seed: int = 0) -
     Warns:
         UserWarning: the model has no FP8 weight, or FP8 loses most of a change.
     """
-    is_module(model, "freeze")
+    check_module(model, "freeze")
     if rounding not in get_args(Rounding):
         raise ValueError(f"rounding={rounding!r}: expected one of {', '.join(get_args(Rounding))}")
     if type(seed) is not int:
@@ -113,7 +113,7 @@ def unfreeze(model: nn.Module) -> list[str]:
     Warns:
         UserWarning: the model has no FP8 weight.
     """
-    is_module(model, "unfreeze")
+    check_module(model, "unfreeze")
 
     def trainable(weight: Matrix, held: Any) -> Tensor | None:
         if not isinstance(held, BlockwiseFP8Tensor):

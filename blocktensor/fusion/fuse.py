@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from ..model.names import is_module
+from ..model.names import check_module
 from ..model.weights import kind_of
 from ..overrides import dynamo
 from ..sharding.dtensor import fp8_part
@@ -112,7 +112,7 @@ def fuse(
         TypeError: ``recompute`` is no bool; ``model`` is no module.
         ValueError: no linear of the model is in FP8.
     """
-    is_module(model, "fuse")
+    check_module(model, "fuse")
     if not isinstance(recompute, bool):
         raise TypeError(f"recompute={recompute!r}: expected True or False")
     if all(fp8_part(p) is None for p in model.parameters()):
@@ -144,7 +144,7 @@ def unfuse(model: nn.Module) -> list[str]:
     Returns:
         The names of the modules that were fused.
     """
-    is_module(model, "unfuse")
+    check_module(model, "unfuse")
     found = list(fused_modules(model))
     for _, module in found:
         remove_pattern(module)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ..autograd.shared_cast import SharedCasts
-from ..model.names import is_module
+from ..model.names import check_module
 from ..model.weights import fp8_weights, is_linear
 from ..sharding.dtensor import fp8_part
 from ..text_table import Report, Table, collapse
@@ -108,7 +108,7 @@ def share_inputs(model: nn.Module) -> SharingReport:
         TypeError: what is no module.
         ValueError: no linear of the model is converted.
     """
-    is_module(model, "share_inputs")
+    check_module(model, "share_inputs")
     owned = _owned(model)
     if not owned:
         raise not_converted(model, "share")
@@ -133,7 +133,7 @@ def unshare_inputs(model: nn.Module) -> list[str]:
     Returns:
         The names of the modules whose linears shared inputs.
     """
-    is_module(model, "unshare_inputs")
+    check_module(model, "unshare_inputs")
     return stop_sharing(model, of_fuse=False)
 
 

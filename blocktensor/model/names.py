@@ -26,7 +26,7 @@ Experts = Mapping[str, Sequence[str]]
 """Names of parameters that are stacks, by shell-style patterns of module names."""
 
 
-def is_module(model: object, caller: str) -> None:
+def check_module(model: object, caller: str) -> None:
     """Raise TypeError unless ``model``, the first argument of ``caller``, is a module."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"{caller} takes a model, an nn.Module: got a {type(model).__name__}")

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..model.names import is_module
+from ..model.names import check_module
 from ..model.running_module import MODEL, ModuleTracker, Place
 from ..model.weights import casts_itself, is_fully_sharded
 from ..ops.checks import HIGH_PRECISION
@@ -65,7 +65,7 @@ def audit(model: nn.Module, /, *args: Any, **kwargs: Any) -> AuditReport:
     Returns:
         The report; ``print(report)`` shows it as a table.
     """
-    is_module(model, "audit")
+    check_module(model, "audit")
     args, kwargs = tree_map_only(Tensor, _detached, (args, kwargs))
 
     def step() -> None:
@@ -84,7 +84,7 @@ def audit_step(model: nn.Module, step: Callable[[], object]) -> AuditReport:
         step: is called once. It may run any forward and backward, but no optimizer: what it writes
             to parameters stays.
     """
-    is_module(model, "audit_step")
+    check_module(model, "audit_step")
     tracker, weights = ModuleTracker(model), WeightMemory(model)
     with left_as_it_is(model), tracker, _Products(tracker, weights) as products:
         step()

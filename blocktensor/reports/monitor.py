@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..model.names import is_module
+from ..model.names import check_module
 from ..model.running_module import ModuleTracker
 from ..model.weights import fp8_weights, label_of
 from ..ops import reference
@@ -197,7 +197,7 @@ def monitor(model: nn.Module, every: int = 100) -> Monitor:
         TypeError: ``model`` is no module.
         ValueError: ``every`` is less than 1.
     """
-    is_module(model, "monitor")
+    check_module(model, "monitor")
     given: Any = every
     if not isinstance(given, int) or given < 1:
         raise ValueError(f"every={every!r}: expected a number of steps, at least 1")
