@@ -102,7 +102,7 @@ def load_fp8(
     device: torch.device | str | None = None,
     recipe: Recipe | None = None,
 ) -> LoadReport:
-    """Load an FP8 checkpoint into a model whose linears are plain, converted or on meta.
+    """Load an FP8 checkpoint into a model whose linear layers are plain, converted or on meta.
 
     Reads checkpoints of :func:`save_fp8`, DeepSeek-V3, transformers' "fp8", and of others with
     scales of 128x128 blocks. Scales are named ``weight_scale_inv``, ``weight_scale``, ``scale`` or

@@ -38,7 +38,7 @@ def castable(
     """Raise unless ``weight`` can become FP8 in place, or take another recipe.
 
     Args:
-        weight: a parameter of a linear or of experts.
+        weight: a parameter of a linear layer or of experts.
         what: names it in the error message.
         recipe: the one that is asked for.
         modules: its module, and those known to be above it.

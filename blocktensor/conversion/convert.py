@@ -51,18 +51,17 @@ from .warn import warn_of_container, warn_of_nothing, warn_of_stacks
 def to_blockwise_fp8_weights(module: nn.Module, recipe: Recipe | None = None) -> None:
     """Convert the weights of one module in place: ``model.apply(to_blockwise_fp8_weights)``.
 
-    Linears are nn.Linear and transformers' Conv1D; experts, the stacks ``[E, N, K]`` or
-    ``[E, K, N]`` of transformers' modules that ``@use_experts_implementation`` marks and of
-    torchtitan's GroupedExperts. Other modules, parametrized weights, weights of another library's
-    tensor type, stacks of four dimensions, and the output projection of nn.MultiheadAttention
-    (which multiplies by it without calling it) are left unchanged. The parameter keeps its
-    identity: tied modules, optimizers and parameter groups hold the FP8 weight. A weight that
-    requires a gradient
-    becomes a :class:`BlockwiseFP8Weight`, a frozen one a :class:`BlockwiseFP8Tensor` whose
-    high-precision copy is dropped (on the meta device: a BlockwiseFP8Weight, to be initialised
-    later), also if another module holds it, an embedding say, whose forward then raises;
-    :func:`convert`, which sees all modules, leaves such a weight alone. A weight that FSDP2 has
-    sharded is gathered in FP8 from then on; convert it before the first forward.
+    Linear layers are nn.Linear and transformers' Conv1D; experts, the stacks ``[E, N, K]`` or ``[E,
+    K, N]`` of transformers' modules that ``@use_experts_implementation`` marks and of torchtitan's
+    GroupedExperts. Other modules, parametrized weights, weights of another library's tensor type,
+    stacks of four dimensions, and the output projection of nn.MultiheadAttention (which multiplies
+    by it without calling it) are left unchanged. The parameter keeps its identity: tied modules,
+    optimizers and parameter groups hold the FP8 weight. A weight that requires a gradient becomes a
+    :class:`BlockwiseFP8Weight`, a frozen one a :class:`BlockwiseFP8Tensor` whose high-precision
+    copy is dropped (on the meta device: a BlockwiseFP8Weight, to be initialised later), also if
+    another module holds it, an embedding say, whose forward then raises; :func:`convert`, which
+    sees all modules, leaves such a weight alone. A weight that FSDP2 has sharded is gathered in FP8
+    from then on; convert it before the first forward.
 
     Args:
         module: any module.
@@ -74,9 +73,9 @@ def to_blockwise_fp8_weights(module: nn.Module, recipe: Recipe | None = None) ->
         UserWarning: the module has no such weight, but modules below it have, none in FP8.
 
     Raises:
-        NotImplementedError: the weight is a linear's that another tensor parallel style has cut, a
-            stack that is cut inside 128x128 blocks, or a frozen DTensor of FSDP2 or of a parallel
-            linear, or FSDP2 has gathered it already; under FakeTensorMode.
+        NotImplementedError: the weight is a linear layer's that another tensor parallel style has
+            cut, a stack that is cut inside 128x128 blocks, or a frozen DTensor of FSDP2 or of a
+            parallel linear, or FSDP2 has gathered it already; under FakeTensorMode.
         TypeError: the weight is not bf16, fp16 or fp32; ``recipe`` is no Recipe.
         ValueError: the weight has no shape yet (nn.LazyLinear); it is frozen, or sharded, in FP8
             with another recipe.
@@ -118,26 +117,26 @@ def convert(
 ) -> ConversionReport:
     """Convert a model's weights to FP8 in place, and report on every matrix.
 
-    These are linears (nn.Linear and transformers' Conv1D) and stacks of experts (of transformers'
-    modules that ``@use_experts_implementation`` marks, of torchtitan's GroupedExperts, and those
-    that ``stacks`` names). Embeddings are left alone, and so is the head (a linear that is tied to
-    an embedding, or maps to as many outputs as one has entries, or has a usual name in the place of
-    a head) unless ``convert_head=True``. All checks come before the first change: a call that
-    raises leaves the model as it was.
+    These are linear layers (nn.Linear and transformers' Conv1D) and stacks of experts (of
+    transformers' modules that ``@use_experts_implementation`` marks, of torchtitan's
+    GroupedExperts, and those that ``stacks`` names). Embeddings are left alone, and so is the head
+    (a linear layer that is tied to an embedding, or maps to as many outputs as one has entries, or
+    has a usual name in the place of a head) unless ``convert_head=True``. All checks come before
+    the first change: a call that raises leaves the model as it was.
 
     Args:
         model: any module; names in the report are relative to it.
         recipe: numeric choices for all converted layers; by default ``Recipe()``, and weights that
             are FP8 already stay as they are. A recipe that is given is also taken by trainable
             weights that are FP8 already.
-        filter: ``filter(module, name) -> bool``; False skips a linear, or a stack, whose name is
-            that of the parameter.
+        filter: ``filter(module, name) -> bool``; False skips a linear layer, or a stack, whose name
+            is that of the parameter.
         skip: shell-style patterns of module names, e.g. ``["*.router", "vision_tower"]``. The
             modules of these names and all below them are skipped; ``"*.down_proj"`` is also the
             name of a stack.
-        skip_small: skip weights that are too small to be faster in FP8: True for the
-            measured sizes, False for none, or a :class:`MinSizes`. On a GPU where only the portable
-            kernels run, True skips experts of any size, and more linears.
+        skip_small: skip weights that are too small to be faster in FP8: True for the measured
+            sizes, False for none, or a :class:`MinSizes`. On a GPU where only the portable kernels
+            run, True skips experts of any size, and more linear layers.
         stacks: names of other stacks ``[E, N, K]`` or ``[E, K, N]``, by shell-style patterns of
             module names, e.g. ``{"*.moe": ["w_up", "w_down"]}``.
         convert_head: convert the head too, unless it is tied to an embedding.
@@ -264,7 +263,8 @@ def _why_converted(linear: Matrix) -> str:
 
 
 def _why_parallel(module: nn.Module, weight: Tensor) -> str:
-    """Say what a rank holds of a tensor parallel linear, and if that is too small to be faster."""
+    """Say what a rank holds of a tensor parallel linear layer, and if that is too small to be
+    faster."""
     local = local_of(weight)
     assert local is not None
     held = " x ".join(map(str, local.shape))

@@ -42,7 +42,7 @@ def freeze(model: nn.Module, *, rounding: Rounding = "nearest", seed: int = 0) -
         seed: of the random numbers. The same seed gives the same bytes on the same kind of device.
 
     Returns:
-        The names of the linears, and of the stacks of experts, that were frozen.
+        The names of the linear layers, and of the stacks of experts, that were frozen.
 
     Raises:
         ValueError: another module of the model, an embedding say, holds the weight too.
@@ -104,7 +104,7 @@ def unfreeze(model: nn.Module) -> list[str]:
         fully_shard(model)
 
     Returns:
-        The names of the linears, and of the stacks of experts, that are now trainable.
+        The names of the linear layers, and of the stacks of experts, that are now trainable.
 
     Raises:
         NotImplementedError: FSDP2 has sharded a weight; unfreeze before ``fully_shard``.

@@ -45,7 +45,7 @@ HEAD_NAMES = (
     "classifier",
     "score",
 )
-"""Usual last names of a linear that maps to the vocabulary, or to classes."""
+"""Usual last names of a linear layer that maps to the vocabulary, or to classes."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def _conclude(tied: Sequence[Matrix], first: Matrix, left: Mapping[Matrix, str])
             matrix.why = None if matrix is first else f"tied to {first.label!r}"
             if matrix.unconvertible and not matrix.in_fp8:
                 matrix.why = f"{matrix.unconvertible}; {matrix.why}"
-        elif matrix.unconvertible is None:  # a linear that could be converted by itself
+        elif matrix.unconvertible is None:  # a linear layer that could be converted by itself
             refused, reason = next(iter(left.items()))
             matrix.why = f"tied to {refused.label!r}: {reason}"
         else:
@@ -169,9 +169,10 @@ def _thresholds(choices: Choices) -> MinSizes:
 
 
 def _small_on_average(matrices: Sequence[Matrix], choices: Choices) -> dict[Matrix, str]:
-    """Return the chosen linears that are left for the others to be large on average, with reasons.
+    """Return the chosen linear layers that are left for the others to be large on average, with
+    reasons.
 
-    Linears of one size are left together.
+    Linear layers of one size are left together.
     """
     if choices.small is False:
         return {}
@@ -202,9 +203,9 @@ def is_to_be_cast(weight: Any, recipe: Recipe | None) -> bool:
 
 
 def heads_of(model: nn.Module) -> dict[nn.Module, str]:
-    """Return the linears that are heads, each with the reason.
+    """Return the linear layers that are heads, each with the reason.
 
-    A linear is a head if
+    A linear layer is a head if
 
     - it has as many outputs as an embedding of the model has entries (and not as many inputs), and
       is not part of a repeated block, or

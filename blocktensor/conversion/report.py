@@ -18,8 +18,9 @@ class MinSizes:
 
     A stack of experts ``[E, N, K]`` is skipped if N < expert_n, K < expert_k or N K < expert_size.
 
-    The smallest linears are skipped, too, until the others have N K >= mean on average: in eager
-    mode an FP8 linear takes more host time than one in bf16, which only large ones earn.
+    The smallest linear layers are skipped, too, until the others have N K >= mean on average: in
+    eager mode an FP8 linear layer takes more host time than one in bf16, which only large ones
+    earn.
 
     The defaults come from ``python -m benchmarks small`` on an H200: from these sizes on, FP8 is
     faster in CUDA graphs at 4096 tokens, in eager mode at 16384 (docs/experiments/host_time.md).
@@ -40,14 +41,14 @@ class MinSizes:
     def measured(cls) -> MinSizes:
         """Return the sizes of ``skip_small=True``: at 4096 tokens a model is faster in eager mode.
 
-        A linear of 4096 x 4096 is, with the slowest host that we met, where one of 7168 x 2048 ran
-        at 0.96 of bf16's speed (``python -m benchmarks linear``).
+        A linear layer of 4096 x 4096 is, with the slowest host that we met, where one of 7168 x
+        2048 ran at 0.96 of bf16's speed (``python -m benchmarks linear``).
         """
         return cls(mean=4096 * 4096)
 
     @classmethod
     def portable(cls) -> MinSizes:
-        """Return the sizes of linears where only the portable kernels run.
+        """Return the sizes of linear layers where only the portable kernels run.
 
         Measured on an H100, 4096 tokens, in a CUDA graph: 2048 x 4096 runs at 0.98 of bf16's speed,
         7168 x 2048 at 1.07, 4096 x 4096 at 1.10; with sizes that are no multiples of 128 slower

@@ -24,7 +24,7 @@ PATTERNS: tuple[type[Pattern], ...] = (MLP, Experts, Norm)
 
 @dataclass(frozen=True)
 class FusionEntry:
-    """One module that looks like a gated MLP, like experts, or like a norm that linears read.
+    """One module that looks like a gated MLP, like experts, or like a norm that linear layers read.
 
     Attributes:
         name: of the module; empty for the model itself.
@@ -44,7 +44,8 @@ class FusionReport(Report):
     """The result of :func:`blocktensor.fuse`; ``print(report)`` shows it as a table.
 
     Attributes:
-        entries: all modules that look like gated MLPs, then experts, then norms that linears read.
+        entries: all modules that look like gated MLPs, then experts, then norms that linear layers
+        read.
     """
 
     entries: tuple[FusionEntry, ...]
@@ -81,20 +82,20 @@ def fuse(
     :func:`blocktensor.functional.gated_mlp`: the product of activation and up, and the gradients of
     gate and up, are cast as they are computed and take no memory in high precision. Experts that
     compute this by groups of rows run as :func:`blocktensor.functional.gated_experts`. An RMS norm
-    that linears read is computed in fewer passes, and its result is cast once for all of them, as
-    :func:`~blocktensor.share_inputs` casts it. Outputs and gradients keep their bits.
+    that linear layers read is computed in fewer passes, and its result is cast once for all of
+    them, as :func:`~blocktensor.share_inputs` casts it. Outputs and gradients keep their bits.
 
     MLPs are found by the names of their linears: ``gate_proj``, ``up_proj``, ``down_proj``
     (transformers' Llama, Mistral, Qwen, DeepSeek, Gemma and others), ``w1``, ``w3``, ``w2``
     (torchtitan), ``gate``, ``up``, ``down``, or ``gate_up_proj`` (gate, then up), ``down_proj``
     (Phi); experts by the names of stacks ``[E, out, in]`` (torchtitan's ``w1_EFD``, ``w3_EFD``,
-    ``w2_EDF``, those of linears, transformers' ``gate_up_proj`` and ``down_proj``); norms by their
-    names and those of the linears that read them, such as ``input_layernorm`` and
+    ``w2_EDF``, those of linear layers, transformers' ``gate_up_proj`` and ``down_proj``); norms by
+    their names and those of the linear layers that read them, such as ``input_layernorm`` and
     ``self_attn.q_proj``. Each is verified on drawn weights, forward and backward, in training and
     evaluation mode, MLPs and experts under autocast too: one that computes anything else is left
     alone, with the reason in the report. So are MLPs with hooks, adapters (LoRA) or high precision
-    in an inner linear, and norms with such linears. A fused module that gets such things later, and
-    a norm under autocast, runs as it was written.
+    in an inner linear layer, and norms with such linear layers. A fused module that gets such
+    things later, and a norm under autocast, runs as it was written.
 
     The ``state_dict``, names and ``isinstance`` of modules stay; copies and pickles are fused too.
     Where an MLP is fused, :func:`~blocktensor.share_inputs` has nothing left to do. Call it before

@@ -28,10 +28,11 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 @dataclass(frozen=True)
 class Gated(Pattern):
-    """``down(activation(gate(x)) * up(x))``, of linears or of stacks of experts.
+    """``down(activation(gate(x)) * up(x))``, of linear layers or of stacks of experts.
 
     Attributes:
-        gate, up, down: names of the linears; gate and up may be one, which makes gate, then up.
+        gate, up, down: names of the linear layers; gate and up may be one, which makes gate, then
+        up.
         activation, recompute: of ``functional.gated_mlp``.
     """
 
@@ -49,7 +50,7 @@ class Gated(Pattern):
 
     @property
     def linears(self) -> tuple[str, ...]:
-        """The names of its linears, each once."""
+        """The names of its linear layers, each once."""
         return tuple(dict.fromkeys((self.gate, self.up, self.down)))
 
     def by_role(self, of_linears: Sequence[Any]) -> tuple[Any, Any, Any]:
@@ -80,7 +81,7 @@ class Gated(Pattern):
 
     @classmethod
     def find(cls, model: nn.Module) -> Iterator[Found]:
-        """Yield modules with linears or stacks of the known names."""
+        """Yield modules with linear layers or stacks of the known names."""
         for name, module in model.named_modules():
             held = cls._parts(module)
             linears = next((x for x in cls.known if held.keys() >= set(x)), None)
@@ -161,7 +162,7 @@ class Gated(Pattern):
 
 
 class MLP(Gated):
-    """A gated MLP of linears."""
+    """A gated MLP of linear layers."""
 
     known = (
         ("gate_proj", "up_proj", "down_proj"),  # transformers'
@@ -187,7 +188,7 @@ class MLP(Gated):
         return super()._why_unlike(module, linears, act)
 
     def why_not(self, module: Any, *args: Any) -> str | None:
-        """Return why the linears have to be called one by one, if they have."""
+        """Return why the linear layers have to be called one by one, if they have."""
         x = args[0]
         if not isinstance(x, Tensor):
             return "its input is no tensor"

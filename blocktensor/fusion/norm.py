@@ -1,4 +1,4 @@
-"""RMS norms whose results FP8 linears read: one kernel computes the values after the sums."""
+"""RMS norms whose results FP8 linear layers read: one kernel computes the values after the sums."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ _LINEARS = (
     ("w1", "w3"),
     ("gate", "up"),
 )
-"""The linears of such a module that read its input."""
+"""The linear layers of such a module that read its input."""
 
 _BESIDE = {
     "q_a_layernorm": ("q_b_proj",),
     "kv_a_layernorm": ("kv_b_proj",),
     "attention_norm": ("q", "k", "v"),
 }
-"""Norms and the linears beside them that read them: DeepSeek's, the examples'."""
+"""Norms and the linear layers beside them that read them: DeepSeek's, the examples'."""
 
 _EPS = ("variance_epsilon", "eps", "epsilon", "norm_eps")
 
@@ -132,7 +132,7 @@ def _computes(linears: Sequence[str]) -> str:
 
 
 def _linears_of(norm: str, owner: nn.Module) -> Sequence[str]:
-    """Return the linears that read the norm of this name in ``owner``, by their names."""
+    """Return the linear layers that read the norm of this name in ``owner``, by their names."""
     beside = _BESIDE.get(norm, ())
     if beside and all(x in owner._modules for x in beside):
         return beside

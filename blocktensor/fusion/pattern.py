@@ -67,7 +67,7 @@ class Found(NamedTuple):
         computes: what it is taken for, as long as no pattern is verified.
         patterns: those that it may compute, in the order in which they are tried.
         reason: why it can be none of them, by its looks; empty if it may be one.
-        readers: the linears that read its result, and share its casts.
+        readers: the linear layers that read its result, and share its casts.
     """
 
     name: str

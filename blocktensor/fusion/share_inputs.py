@@ -1,4 +1,5 @@
-"""One cast of an input for all linears that get it (q, k, v; gate, up), without model changes."""
+"""One cast of an input for all linear layers that get it (q, k, v; gate, up), without model
+changes."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ class InputGroup(SharedCasts):
 
     Attributes:
         name: of the module, relative to the model; empty for the model itself.
-        linears: names of its linears, or of its stacks, relative to the module.
+        linears: names of its linear layers, or of its stacks, relative to the module.
         of_fuse: whether ``fuse`` made the group, and ``unfuse`` removes it.
     """
 
@@ -57,14 +58,14 @@ class SharingReport(Report):
     """The groups that :func:`share_inputs` made; ``print(report)`` shows them with their counts.
 
     Attributes:
-        groups: the modules whose linears share inputs.
+        groups: the modules whose linear layers share inputs.
     """
 
     groups: tuple[InputGroup, ...]
 
     @property
     def casts(self) -> int:
-        """Inputs cast for linears of all groups so far."""
+        """Inputs cast for linear layers of all groups so far."""
         return sum(group.casts for group in self.groups)
 
     @property
@@ -88,7 +89,8 @@ class SharingReport(Report):
 
 
 def share_inputs(model: nn.Module) -> SharingReport:
-    """Cast an input once for all FP8 linears, or stacks, of a module that get the same tensor.
+    """Cast an input once for all FP8 linear layers, or stacks, of a module that get the same
+    tensor.
 
     The effect is that of ``blocktensor.quantize`` in model code. While the module's forward runs,
     the cast of the latest input is kept. Nothing is shared outside of that forward, under
@@ -99,7 +101,7 @@ def share_inputs(model: nn.Module) -> SharingReport:
 
     Args:
         model: a converted model. Its ``state_dict`` does not change; its copies and pickles share
-            too. A second call adds linears that were converted since the first.
+            too. A second call adds linear layers that were converted since the first.
 
     Returns:
         The report; ``print`` it after a run.
@@ -120,7 +122,8 @@ def share_inputs(model: nn.Module) -> SharingReport:
 
 
 def not_converted(model: nn.Module, use: str) -> ValueError:
-    """Return the error for a model without linears in FP8; ``use``: what casts are wanted for."""
+    """Return the error for a model without linear layers in FP8; ``use``: what casts are wanted
+    for."""
     return ValueError(
         f"no linear of this {type(model).__name__} is in FP8, so there is no cast to {use}: "
         f"convert it first with blocktensor.convert(model)"
@@ -131,14 +134,14 @@ def unshare_inputs(model: nn.Module) -> list[str]:
     """Undo :func:`share_inputs`: every linear casts its own input again.
 
     Returns:
-        The names of the modules whose linears shared inputs.
+        The names of the modules whose linear layers shared inputs.
     """
     check_module(model, "unshare_inputs")
     return stop_sharing(model, of_fuse=False)
 
 
 def share_for_norms(model: nn.Module, readers: Iterable[nn.Module]) -> None:
-    """Share the inputs of the modules that own these linears, until :func:`stop_sharing`."""
+    """Share the inputs of the modules that own these linear layers, until :func:`stop_sharing`."""
     ids = {id(linear) for linear in readers}
     read = {name for name, module in model.named_modules() if id(module) in ids}
     for name, names in _owned(model).items():
@@ -156,7 +159,7 @@ def stop_sharing(model: nn.Module, of_fuse: bool = True) -> list[str]:
 
 
 def _owned(model: nn.Module) -> dict[str, list[str]]:
-    """Return the FP8 linears and stacks of each module, by the names of both."""
+    """Return the FP8 linear layers and stacks of each module, by the names of both."""
     modules = dict(model.named_modules())
     owned: dict[str, list[str]] = defaultdict(list)
     for name, module in modules.items():
@@ -175,7 +178,7 @@ def _owned(model: nn.Module) -> dict[str, list[str]]:
 def _group_of(
     model: nn.Module, name: str, names: list[str], of_fuse: bool = False
 ) -> InputGroup | None:
-    """Return the group of the module ``name``, made if needed; None for one linear."""
+    """Return the group of the module ``name``, made if needed; None for one linear layer."""
     module = model.get_submodule(name)
     group = _group_on(module)
     if group is not None and group.linears != tuple(names):

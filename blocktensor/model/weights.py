@@ -1,6 +1,6 @@
-"""Find the parameters that products read: the weight of a linear, stacks of experts.
+"""Find the parameters that products read: the weight of a linear layer, stacks of experts.
 
-Linears are ``nn.Linear`` and transformers' ``Conv1D``. Experts are found by what says that a
+Linear layers are ``nn.Linear`` and transformers' ``Conv1D``. Experts are found by what says that a
 parameter is a stack: transformers' flags, the classes of other libraries by name, and what the
 caller of ``convert`` names. No parameter is taken for a stack because it has three dimensions.
 """
@@ -30,7 +30,7 @@ from ..tensor.weight import BlockwiseFP8Weight
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Return True for transformers' ``Conv1D`` (GPT-2): a linear whose weight is ``[K, N]``.
+    """Return True for transformers' ``Conv1D`` (GPT-2): a linear layer whose weight is ``[K, N]``.
 
     Its class is found by name, so that transformers need not be installed.
     """
@@ -41,7 +41,7 @@ def is_conv1d(module: nn.Module) -> bool:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Return True for modules whose forward is a linear of their ``weight``."""
+    """Return True for modules whose forward is a linear layer of their ``weight``."""
     return isinstance(module, nn.Linear) or is_conv1d(module)
 
 
@@ -156,13 +156,13 @@ def is_read(module: nn.Module, key: str, fp8: Tensor) -> bool:
 
 
 _CAST_THEMSELVES = {"torchao", "transformer_engine"}
-"""Libraries whose linears compute with casts of their own."""
+"""Libraries whose linear layers compute with casts of their own."""
 
 
 def casts_itself(module: nn.Module) -> str | None:
     """Return what a module of another library is that computes with casts of its own, or None.
 
-    Such libraries may put their class in the place of a linear's that holds an FP8 weight.
+    Such libraries may put their class in the place of a linear layer's that holds an FP8 weight.
     """
     for kind in type(module).__mro__:
         if kind.__module__.partition(".")[0] in _CAST_THEMSELVES:
@@ -312,7 +312,8 @@ _OTHERS = (
     (_ConvNd, "convolution"),
     (ParametrizationList, "parametrized: a weight is computed from it"),
 )
-"""Modules with matrices that are no weights of linears, and the reason that a report gives."""
+"""Modules with matrices that are no weights of linear layers, and the reason that a report
+gives."""
 
 
 def matrices_of(model: nn.Module, named: Named) -> list[Matrix]:

@@ -17,7 +17,7 @@ HIGH_PRECISION = (bf16, float16, float32)
 def local(x: Tensor, what: str) -> None:
     """Raise NotImplementedError if ``x`` is a DTensor, for which our ops have no rule.
 
-    Linears that tensor parallel styles have cut take local parts before they get here.
+    Linear layers that tensor parallel styles have cut take local parts before they get here.
     """
     tensors = sys.modules.get("torch.distributed.tensor")
     if tensors is not None and isinstance(x, tensors.DTensor):
@@ -166,7 +166,7 @@ def same_k(a: Tensor, b: Tensor, what_a: str, what_b: str) -> None:
 
 
 def linear_operands(x: Tensor, w: Tensor, bias: Tensor | None, offs: Tensor | None) -> None:
-    """Check dtypes, shapes and devices of a linear; with ``offs``, of a grouped linear.
+    """Check dtypes, shapes and devices of a linear layer; with ``offs``, of a grouped linear layer.
 
     Raises:
         TypeError, ValueError: they do not fit together.

@@ -96,7 +96,7 @@ def audit_step(model: nn.Module, step: Callable[[], object]) -> AuditReport:
 
 
 _GATHERS: Any = torch.ops._c10d_functional.all_gather_into_tensor_coalesced.default
-"""By which tensor parallel linears gather; DTensor and FSDP2 have other ops."""
+"""By which tensor parallel linear layers gather; DTensor and FSDP2 have other ops."""
 
 
 class _Products(TorchDispatchMode):
@@ -179,7 +179,7 @@ class _Products(TorchDispatchMode):
                 reason, is_attention = reason or forward.reason, forward.attention
                 weight, note = weight or forward.weight, forward.note
             elif forward is not None and not reason and self._weights.reads_high_precision:
-                kind, note = "wgrad", BY_RECIPE  # nothing else in an FP8 linear's backward is
+                kind, note = "wgrad", BY_RECIPE  # nothing else in an FP8 linear layer's backward is
             elif forward is not None and not reason:
                 reason = "is a gradient of a matmul in FP8"
         entry = AuditedProduct(

@@ -153,7 +153,7 @@ def explain(
                 fp8 = fp8_part(weight)  # a shard's sizes are not those of the weight
                 kinds = ("fprop", "dgrad", "wgrad") if weight.requires_grad else ("fprop", "dgrad")
                 casts = fp8.recipe
-                # ranks that share a stack or a tensor parallel linear each multiply by a part
+                # ranks that share a stack or a tensor parallel linear layer each multiply by a part
                 part = fp8 if is_parallel(module) else local_stack(weight)
                 multiplied = weight if part is None else part
                 sizes = sizes_of(module, key, multiplied)

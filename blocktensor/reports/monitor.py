@@ -226,7 +226,7 @@ class _Casts:
             self._found[key] = _joined(self._found[key], made) if key in self._found else made
 
     def _measured(self, x: Tensor, format: BlockFormat) -> Tensor:
-        """Return the figures of ``x``, which several linears may cast one after the other."""
+        """Return the figures of ``x``, which several linear layers may cast one after the other."""
         like = x.data_ptr(), x.shape, x.stride(), x.is_inference() or x._version, format
         if like != self._latest[0]:
             self._latest = like, x, _figures(x, format)  # x: its memory is not used again

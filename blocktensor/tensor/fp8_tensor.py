@@ -98,7 +98,7 @@ class BlockwiseFP8Tensor(FP8Base):
         source_version: its address and version then; None if that is unknown.
         recipe: the :class:`~blocktensor.Recipe` it was cast with.
         generation: of a weight that FSDP2 has gathered; else None.
-        prepared: what tensor parallel linears find on an input that they share
+        prepared: what tensor parallel linear layers find on an input that they share
             (``prepare_input.py``); else None. Compilers see its ``parts`` as inner tensors, and its
             ``context``, which makes them whole, as a constant.
 

@@ -16,7 +16,7 @@ from ...tensor.base import implements, on_master
 from ...tensor.fp8_tensor import ATEN_OPS, BlockwiseFP8Tensor
 from ...tensor.refusals import refuse, refuse_one_tensor
 from ...tensor.weight import WEIGHT_OPS, BlockwiseFP8Weight
-from .fsdp_internals import is_copy
+from .fsdp_internals import remember_copy
 from .gather import GatheredFrozen, GatheredTrainable
 
 aten = torch.ops.aten
@@ -114,7 +114,7 @@ class FP8Shard(GatheredTrainable):
             return rows
         shard = FP8Shard(rows, self.recipe)
         if shard.device != self.device:
-            is_copy(shard, self)
+            remember_copy(shard, self)
         return shard
 
 
