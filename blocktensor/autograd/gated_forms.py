@@ -38,7 +38,7 @@ class GatedPlan(NamedTuple):
 
     Attributes:
         gate, up, down: the plans of its linear layers; no ``up`` if ``gate`` holds both, gate
-        first.
+            first.
         activation: a name in ``ACTIVATIONS``.
         recompute: whether to save memory by computing h again.
         saves_h: False if backward makes the columnwise form of h again, from gate and up.
@@ -131,7 +131,7 @@ def features_of_h(w_gate: Tensor, w_up: Tensor | None, bias_up: Tensor | None = 
 
     Raises:
         ValueError: gate and up have different numbers of features, or there is a bias of up where
-        the weight of gate holds both.
+            the weight of gate holds both.
     """
     of_gate: int = w_gate.shape[-2]
     if w_up is None:

@@ -77,7 +77,7 @@ def gated_mlp(
         # So all gradients of x are summed in the same order as without this function.
         again: Tensor | None = None
         if weights[1] is not None:
-            again = x.view(x.shape) if is_dynamo_compiling() else x  # autograd takes no tensor twice
+            again = x.view(x.shape) if is_dynamo_compiling() else x  # autograd takes none twice
         apply = _GatedMLP.apply if plan.tracing else _apply_eagerly
         y: Tensor = apply(x, again, *weights, *biases, offs, plan)
         return given_out(y, (*x.shape[:-1], y.shape[1]))

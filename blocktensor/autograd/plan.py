@@ -60,7 +60,7 @@ class Plan:
             is then computed as ``[E, K, N]`` too, which needs no copy.
         records_forward: True if forward may run as one recorded sequence of launches.
         records_backward: True if backward may run as one recorded sequence; it then holds its
-        intermediates until it ends.
+            intermediates until it ends.
         serves_all: True if all eager matmuls of this kind may use this plan.
     """
 

@@ -33,7 +33,7 @@ def quantize(x: Tensor, recipe: Recipe | None = None) -> BlockwiseFP8Tensor:
         x: bf16, fp16 or fp32, ``[..., K]``. With ``Recipe(wgrad_input="high_precision")`` the
             result refers to it, and it must not be changed in place before the linear layers run.
         recipe: the recipe of the weights that it will be multiplied by. ``scale`` must agree and,
-        if they are trained, ``wgrad_input``. Default ``Recipe()``.
+            if they are trained, ``wgrad_input``. Default ``Recipe()``.
 
     Raises:
         TypeError, ValueError: another type or dtype, or a scalar.

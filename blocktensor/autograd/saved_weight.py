@@ -62,7 +62,7 @@ class SavedWeight:
 
         Raises:
             RuntimeError: the weight was written to, or gathered with other values, since its
-            forward.
+                forward.
         """
         made = None
         if needed and self.plan.tracing:

@@ -66,7 +66,7 @@ class _Latest(weakref.ref[Tensor]):
 
     Attributes:
         memory: an alias of the input, which keeps its old memory after ``x.data = ...``: else new
-        memory could get the same address.
+            memory could get the same address.
     """
 
     __slots__ = ("forms", "key", "memory")

@@ -1,10 +1,10 @@
 """Convert a model's weights to FP8 in place: find, decide, check, swap, report.
 
-1. ``product_weights`` finds a model's matrices, each a ``Matrix`` that passes through all steps.
-2. ``conversion_plan`` decides which are to be cast, and why the others are left alone.
-3. ``conversion_checks`` raises if one of these cannot be cast: nothing has changed so far.
-4. Here, the parameters take their FP8 content, and modules the hooks that keep it.
-5. ``conversion_report`` prints what becomes of each matrix, whose reasons are written here.
+1. ``model/weights.py`` finds a model's matrices, each a ``Matrix`` that passes through all steps.
+2. ``plan.py`` decides which are to be cast, and why the others are left alone. 3. ``checks.py``
+raises if one of these cannot be cast: nothing has changed so far. 4. Here, the parameters take
+their FP8 content, and modules the hooks that keep it. 5. ``report.py`` prints what happens to each
+matrix, with the reasons that this file writes.
 """
 
 from __future__ import annotations
@@ -73,9 +73,9 @@ def to_blockwise_fp8_weights(module: nn.Module, recipe: Recipe | None = None) ->
         UserWarning: the module has no such weight, but modules below it have, none in FP8.
 
     Raises:
-        NotImplementedError: the weight is a linear layer's that another tensor parallel style has
-            cut, a stack that is cut inside 128x128 blocks, or a frozen DTensor of FSDP2 or of a
-            parallel linear, or FSDP2 has gathered it already; under FakeTensorMode.
+        NotImplementedError: another tensor parallel style has cut the weight of a linear layer; a
+            stack is cut inside 128x128 blocks; the weight is a frozen DTensor of FSDP2 or of a
+            parallel linear layer, or FSDP2 has gathered it already; under FakeTensorMode.
         TypeError: the weight is not bf16, fp16 or fp32; ``recipe`` is no Recipe.
         ValueError: the weight has no shape yet (nn.LazyLinear); it is frozen, or sharded, in FP8
             with another recipe.
@@ -129,8 +129,8 @@ def convert(
         recipe: numeric choices for all converted layers; by default ``Recipe()``, and weights that
             are FP8 already stay as they are. A recipe that is given is also taken by trainable
             weights that are FP8 already.
-        filter: ``filter(module, name) -> bool``; False skips a linear layer, or a stack, whose name
-            is that of the parameter.
+        filter: ``filter(module, name) -> bool``; False skips a linear layer or a stack. For a
+            stack, ``name`` is the name of the parameter.
         skip: shell-style patterns of module names, e.g. ``["*.router", "vision_tower"]``. The
             modules of these names and all below them are skipped; ``"*.down_proj"`` is also the
             name of a stack.
@@ -215,11 +215,11 @@ def _register_hooks(module: nn.Module) -> None:
         follow_pretrained_models()
 
 
-# The report, which is written before anything changes
+# The report is written before anything changes
 
 
 def _entry(matrix: Matrix, recipe: Recipe) -> Entry:
-    """Return the row of a matrix; ``recipe``: of a chosen one."""
+    """Return the report's row for a matrix, with ``recipe`` if the matrix was chosen."""
     weight, fp8 = matrix.parameter, fp8_part(matrix.parameter)
     before = _bytes_of(weight, None if fp8 is None else fp8.recipe)
     after = _bytes_of(weight, recipe) if matrix.is_chosen else before
@@ -263,8 +263,7 @@ def _why_converted(linear: Matrix) -> str:
 
 
 def _why_parallel(module: nn.Module, weight: Tensor) -> str:
-    """Say what a rank holds of a tensor parallel linear layer, and if that is too small to be
-    faster."""
+    """Say which part of a parallel linear layer a rank holds, and if it is too small to gain."""
     local = local_of(weight)
     assert local is not None
     held = " x ".join(map(str, local.shape))
@@ -275,7 +274,7 @@ def _why_parallel(module: nn.Module, weight: Tensor) -> str:
 
 
 def _bytes_of(weight: Tensor, recipe: Recipe | None) -> int:
-    """Return the bytes on this rank; ``recipe``: of a weight that is FP8, or is to be."""
+    """Return the bytes on this rank of a weight in FP8, with ``recipe``, or in high precision."""
     if is_lazy(weight):
         return 0
     own = own_part(weight)
@@ -288,7 +287,7 @@ def _bytes_of(weight: Tensor, recipe: Recipe | None) -> int:
 
 
 def _lacks_master(weight: Tensor) -> bool:
-    """Return True if a weight that is FP8, or is to be, has no high-precision values then."""
+    """Return True if a weight has no high-precision values once it is in FP8."""
     own = own_part(weight)
     if isinstance(own, FP8Base):
         return isinstance(own, BlockwiseFP8Tensor)

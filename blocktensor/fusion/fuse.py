@@ -45,7 +45,7 @@ class FusionReport(Report):
 
     Attributes:
         entries: all modules that look like gated MLPs, then experts, then norms that linear layers
-        read.
+            read.
     """
 
     entries: tuple[FusionEntry, ...]

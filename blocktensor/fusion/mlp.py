@@ -32,7 +32,7 @@ class Gated(Pattern):
 
     Attributes:
         gate, up, down: names of the linear layers; gate and up may be one, which makes gate, then
-        up.
+            up.
         activation, recompute: of ``functional.gated_mlp``.
     """
 
