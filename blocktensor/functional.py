@@ -208,8 +208,7 @@ def linear_cross_entropy(
 def _check(
     recipe: object, needed: Mapping[str, object], optional: Mapping[str, object] | None = None
 ) -> None:
-    """Check that arguments are tensors and a recipe, else raise TypeError; ``optional`` may be
-    None."""
+    """Check that arguments are tensors and a recipe, else TypeError; ``optional`` may be None."""
     for name, x in (*needed.items(), *(optional or {}).items()):
         if x is not None or name in needed:
             checks.tensor(x, name)

@@ -41,7 +41,7 @@ class SharedCasts:
 
     Attributes:
         casts: inputs cast so far, by all threads.
-        saved: casts that sharing made unnecessary so far.
+        saved: casts that sharing has saved so far.
     """
 
     def __init__(self) -> None:

@@ -87,7 +87,7 @@ def _castable_again(fp8: Any, what: str, recipe: Recipe | None) -> None:
     """Raise if a weight in FP8 has no master on this rank that could be cast again."""
     if isinstance(fp8, BlockwiseFP8Weight):
         return
-    assert recipe is not None  # else it would stay as it is
+    assert recipe is not None  # else it would not change
     names = [
         x.name for x in fields(recipe) if getattr(recipe, x.name) != getattr(fp8.recipe, x.name)
     ]

@@ -50,12 +50,11 @@ register_module_parameter_registration_hook(_join)
 
 
 def _plain_parts(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """Replace local FP8 parts by plain ones; whole masters are plain
-    (``overrides/by_caller.py``)."""
+    """Replace FP8 parts by plain ones; whole weights come plain (``overrides/by_caller.py``)."""
     for name, parameter in module._parameters.items():
         value = state.get(f"{prefix}{name}")
         local = local_of(value)
-        if isinstance(local, MasterBase) and value is not parameter:  # with keep_vars=True it is an FP8 weight
+        if isinstance(local, MasterBase) and value is not parameter:  # keep_vars=True
             state[f"{prefix}{name}"] = with_local(value, local.master)
         elif _is_frozen(value) and saves_parts():
             state[f"{prefix}{name}"] = _parts(f"{prefix}{name}", value)
@@ -165,4 +164,4 @@ def _wrapped(module: nn.Module, name: str, weight: Any, value: Any) -> Any:
     return None
 
 
-torch.serialization.add_safe_globals([_plain_parts, _wrap_loaded_weights])  # whole models have parts for all weights
+torch.serialization.add_safe_globals([_plain_parts, _wrap_loaded_weights])  # parts of whole models

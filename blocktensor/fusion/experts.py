@@ -109,7 +109,7 @@ class Experts(Gated):
         return made, ""
 
     def why_not(self, module: Any, *args: Any) -> str | None:
-        """Return why these arguments have to be given to the module's own forward, if they have."""
+        """Return why the module's own forward must run on these arguments, if it must."""
         x, groups = args
         if not isinstance(x, Tensor) or x.ndim != 2:
             return "its rows are no matrix"
@@ -118,7 +118,7 @@ class Experts(Gated):
         if self.ends and groups.dtype != torch.int32:
             return "the ends of its groups are not int32"
         dtype = autocast_dtype(x)
-        if dtype not in (None, torch.bfloat16):  # the module may convert to its own dtype in between
+        if dtype not in (None, torch.bfloat16):  # it may convert to its own dtype
             return f"it was not verified under an autocast to {dtype}"
         return self._why_other_stacks(module, x.dtype)
 
@@ -193,7 +193,7 @@ class RoutedExperts(Experts):
         return [_grouped_mm()]
 
     def why_not(self, module: Any, *args: Any) -> str | None:
-        """Return why these arguments have to be given to the module's own forward, if they have."""
+        """Return why the module's own forward must run on these arguments, if it must."""
         x, index, weights = args
         if not isinstance(x, Tensor) or x.ndim != 2:
             return "its tokens are no matrix"
@@ -238,7 +238,7 @@ class RoutedExperts(Experts):
         index = torch.stack([tokens * 5 % used, (tokens * 3 + 1) % used], 1)
 
         def routed(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            weights = x[:, :2].float().clamp(-1, 1).softmax(-1)  # their gradients are part of the gradient of x
+            weights = x[:, :2].float().clamp(-1, 1).softmax(-1)  # their gradients reach x
             return x, index, weights.to(x.dtype)
 
         return rows, routed

@@ -1,5 +1,4 @@
-"""One cast of an input for all linear layers that get it (q, k, v; gate, up), without model
-changes."""
+"""Cast an input once for all linear layers that get it (q, k, v; gate, up)."""
 
 from __future__ import annotations
 
@@ -20,12 +19,12 @@ from ..text_table import Report, Table, collapse
 
 
 class InputGroup(SharedCasts):
-    """The FP8 weights of one module, whose products with one input share its cast.
+    """The FP8 weights of one module, whose matmuls with one input share its cast.
 
     Attributes:
         name: of the module, relative to the model; empty for the model itself.
         linears: names of its linear layers, or of its stacks, relative to the module.
-        of_fuse: whether ``fuse`` made the group, and ``unfuse`` removes it.
+        of_fuse: whether ``fuse`` created the group, so that ``unfuse`` removes it.
     """
 
     def __init__(
@@ -65,12 +64,12 @@ class SharingReport(Report):
 
     @property
     def casts(self) -> int:
-        """Inputs cast for linear layers of all groups so far."""
+        """The number of inputs cast for all groups so far."""
         return sum(group.casts for group in self.groups)
 
     @property
     def saved(self) -> int:
-        """Casts that sharing made unnecessary so far."""
+        """The number of casts that sharing saved so far."""
         return sum(group.saved for group in self.groups)
 
     def _parts(self) -> list[Table | str]:
@@ -89,13 +88,12 @@ class SharingReport(Report):
 
 
 def share_inputs(model: nn.Module) -> SharingReport:
-    """Cast an input once for all FP8 linear layers, or stacks, of a module that get the same
-    tensor.
+    """Cast an input once for all FP8 linear layers or stacks of a module that get it.
 
-    The effect is that of ``blocktensor.quantize`` in model code. While the module's forward runs,
-    the cast of the latest input is kept. Nothing is shared outside of that forward, under
-    ``torch.compile``, functorch, ``torch.inference_mode`` and dispatch modes, or if an input was
-    changed in place in a way that PyTorch counts. It does not count writes through ``x.data``,
+    The effect is the same as with ``blocktensor.quantize`` in model code. While the module's
+    forward runs, the cast of the latest input is kept. Nothing is shared outside of that forward,
+    under ``torch.compile``, functorch, ``torch.inference_mode`` and dispatch modes, or if an input
+    was changed in place in a way that PyTorch counts. It does not count writes through ``x.data``,
     NumPy or a pointer: call ``torch.autograd.graph.increment_version(x)`` after one. Results and
     gradients keep their bits.
 
@@ -107,7 +105,7 @@ def share_inputs(model: nn.Module) -> SharingReport:
         The report; ``print`` it after a run.
 
     Raises:
-        TypeError: what is no module.
+        TypeError: ``model`` is not a module.
         ValueError: no linear of the model is converted.
     """
     check_module(model, "share_inputs")
@@ -122,8 +120,7 @@ def share_inputs(model: nn.Module) -> SharingReport:
 
 
 def not_converted(model: nn.Module, use: str) -> ValueError:
-    """Return the error for a model without linear layers in FP8; ``use``: what casts are wanted
-    for."""
+    """Return the error for a model without FP8 linear layers; ``use``: the purpose of casts."""
     return ValueError(
         f"no linear of this {type(model).__name__} is in FP8, so there is no cast to {use}: "
         f"convert it first with blocktensor.convert(model)"
@@ -159,7 +156,7 @@ def stop_sharing(model: nn.Module, of_fuse: bool = True) -> list[str]:
 
 
 def _owned(model: nn.Module) -> dict[str, list[str]]:
-    """Return the FP8 linear layers and stacks of each module, by the names of both."""
+    """Return the names of the FP8 linear layers and stacks of each module, by its name."""
     modules = dict(model.named_modules())
     owned: dict[str, list[str]] = defaultdict(list)
     for name, module in modules.items():
@@ -178,7 +175,8 @@ def _owned(model: nn.Module) -> dict[str, list[str]]:
 def _group_of(
     model: nn.Module, name: str, names: list[str], of_fuse: bool = False
 ) -> InputGroup | None:
-    """Return the group of the module ``name``, made if needed; None for one linear layer."""
+    """Return the group of the module ``name``, created if needed; None for a single linear
+    layer."""
     module = model.get_submodule(name)
     group = _group_on(module)
     if group is not None and group.linears != tuple(names):
