@@ -204,8 +204,7 @@ def _text_of(value: Any) -> Any:
 
 
 def _is_traced(read: Read) -> bool:
-    """Return True if Dynamo guards the value: it guards no properties, and no closures of
-    others."""
+    """Return True if Dynamo guards the value: not of properties, nor in others' closures."""
     return not (_is_computed(read.value) or isinstance(read.holder, (CellType, partial)))
 
 
@@ -316,7 +315,7 @@ class _Search:
                 continue
             self._admit(kind, name, value, holder.path)
             if name not in own and name != "forward" and not _is_computed(value):
-                self._watch(owner, name, getattr(owner, name))  # the object may get its own attribute
+                self._watch(owner, name, getattr(owner, name))  # it may get its own attribute
 
     def _admit(self, holder: Any, name: str, value: Any, path: str) -> None:
         """Watch a value, unless patterns check it, and go on with it."""

@@ -54,8 +54,8 @@ class Gated(Pattern):
         return tuple(dict.fromkeys((self.gate, self.up, self.down)))
 
     def by_role(self, of_linears: Sequence[Any]) -> tuple[Any, Any, Any]:
-        """Return three values, for gate, up and down, given values for ``linears``; None for an up
-        that gate includes."""
+        """Return values for gate, up and down, given ``linears``'; None for up if gate holds
+        both."""
         gate, *up, down = of_linears
         return gate, up[0] if up else None, down
 
@@ -76,8 +76,7 @@ class Gated(Pattern):
         return replace(self, recompute=recompute)
 
     def most_inputs(self, name: str) -> int:
-        """Return the most input features of a drawn matrix: half of them for ``down`` if gate holds
-        up."""
+        """Return the most inputs of a drawn matrix: half as many for ``down`` if gate holds up."""
         is_half = self.gate == self.up and name.partition(".")[0] == self.down
         return FEATURES // 2 if is_half else FEATURES
 
@@ -97,7 +96,7 @@ class Gated(Pattern):
 
     @classmethod
     def _weight(cls, module: nn.Module, name: str) -> Any:
-        """Return the parameter of the linear or stack of this name."""
+        """Return the parameter of the linear layer or stack of this name."""
         raise NotImplementedError
 
     @classmethod

@@ -27,8 +27,7 @@ _READERS = {
     "ffn_norm": ("feed_forward",),
     "mlp_norm": ("mlp",),
 }
-"""Names of norms and of the modules that read them, in transformers, torchtitan and the
-examples."""
+"""Names of norms and of the modules that read them: transformers', torchtitan's, the examples'."""
 
 _LINEARS = (
     ("q_proj", "k_proj", "v_proj"),

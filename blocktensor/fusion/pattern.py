@@ -323,8 +323,7 @@ def _stand_ins(
 
 
 def _smaller(shape: Sequence[int], inputs: int) -> tuple[int, ...]:
-    """Return a shape with at most ``FEATURES`` outputs, ``inputs`` inputs and ``_EXPERTS``
-    experts."""
+    """Return a shape with limited numbers of outputs, inputs and experts."""
     if len(shape) == 1:
         return (min(shape[0], FEATURES),)
     *experts, rows, columns = shape

@@ -175,8 +175,7 @@ def _owned(model: nn.Module) -> dict[str, list[str]]:
 def _group_of(
     model: nn.Module, name: str, names: list[str], of_fuse: bool = False
 ) -> InputGroup | None:
-    """Return the group of the module ``name``, created if needed; None for a single linear
-    layer."""
+    """Return the group of the module ``name``, created if needed; None for one linear layer."""
     module = model.get_submodule(name)
     group = _group_on(module)
     if group is not None and group.linears != tuple(names):

@@ -1,4 +1,4 @@
-"""Checks of tensors that ops and types share; ``what`` names a tensor in the error message."""
+"""Check tensors for ops and tensor types; ``what`` names the tensor in the error message."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ HIGH_PRECISION = (bf16, float16, float32)
 
 
 def local(x: Tensor, what: str) -> None:
-    """Raise NotImplementedError if ``x`` is a DTensor, for which our ops have no rule.
+    """Raise NotImplementedError if ``x`` is a DTensor, which our ops do not support.
 
-    Linear layers that tensor parallel styles have cut take local parts before they get here.
+    Tensor parallel linear layers take local parts earlier.
     """
     tensors = sys.modules.get("torch.distributed.tensor")
     if tensors is not None and isinstance(x, tensors.DTensor):
@@ -93,22 +93,22 @@ def quantized(x: Quantized) -> None:
 
 
 def fit(*conditions: bool) -> None:
-    """Raise ValueError unless all hold: callers guarantee them, and kernels rely on them."""
+    """Raise ValueError unless all conditions hold: callers guarantee them, kernels rely on them."""
     if not all(conditions):
         raise ValueError("internal: arguments of an FP8 op do not fit together")
 
 
 def gemm_operands(a: Quantized, b: Quantized, bias: Tensor | None = None, b_ndim: int = 2) -> None:
-    """Check that kernels would stay within the memory of operands."""
+    """Check that kernels would read only the memory of operands."""
     device = a.data.device
     for (data, scale, format), ndim in ((a, 2), (b, b_ndim)):
         fit(
             (data.dtype, scale.dtype, data.ndim) == (format.dtype, float32, ndim),
             tuple(scale.shape) == format.scale_shape(data.shape),
-            data.is_contiguous() or ndim == 3,  # which grouped_gemm copies
+            data.is_contiguous() or ndim == 3,  # grouped_gemm copies it
             data.device == scale.device == device,
         )
-    # one may be filled up with zeros, as columnwise casts are
+    # columnwise casts are filled up with zeros
     fit(padded_to_vectors(a.data.shape[-1]) == padded_to_vectors(b.data.shape[-1]))
     fit(bias is None or (bias.shape, bias.device) == (b.data.shape[:-1], device))
 
@@ -124,7 +124,7 @@ def bias_of(bias: Tensor, shape: Sequence[int], x: Tensor, what: str) -> None:
 
 
 def ends_of_stack(offs: Tensor, stack: Tensor, what: str) -> None:
-    """Check that ``offs`` ends one group for each matrix of ``stack``."""
+    """Check that ``offs`` has one end for each matrix of ``stack``."""
     if len(offs) != len(stack):
         raise ValueError(
             f"offs ends {len(offs)} groups, and {what} {list(stack.shape)} is a stack of "
