@@ -96,7 +96,7 @@ def _decide_on(tied: Sequence[Matrix], choices: Choices) -> None:
 
 
 def _conclude(tied: Sequence[Matrix], first: Matrix, left: Mapping[Matrix, str]) -> None:
-    """Choose a parameter by its first linear unless some are ``left``, each with the reason."""
+    """Choose the first matrix of a parameter unless some are ``left``, each with the reason."""
     in_fp8 = not left or fp8_part(first.parameter) is not None
     first.is_chosen = not left
     for matrix in tied:

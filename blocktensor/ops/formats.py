@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 BLOCK = 128
-"""Edge of DeepSeek-V3's blocks in elements; also the elements of K that are summed before
-promotion."""
+"""Edge of DeepSeek-V3's blocks, and the size along K of one promoted product, in elements."""
 
 ScaleRounding = Literal["fp32", "power_of_two"]
 
@@ -36,8 +35,7 @@ GROUP_STEP = 256
 
 
 def group_rows(rows: int) -> int:
-    """Return the rows of the rowwise cast of ``rows`` rows in groups, a multiple of
-    ``GROUP_STEP``."""
+    """Return ``rows`` rounded up to ``GROUP_STEP``: the rows of a rowwise cast in groups."""
     return ceil_div(rows, GROUP_STEP) * GROUP_STEP
 
 
@@ -104,7 +102,7 @@ class BlockFormat:
         return (2,) if self.rows == 1 else (2, 3)
 
     def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of the scales of data of ``shape`` ``[..., R, C]``; partial blocks
+        """Return the shape of the scales of data of ``shape``, ``[..., R, C]``; partial blocks
         count."""
         *lead, rows, cols = shape
         return (*lead, ceil_div(rows, self.rows), ceil_div(cols, self.cols))

@@ -141,8 +141,7 @@ def bytes_by_column(words, r, e, METHOD: gl.constexpr, DTYPE: gl.constexpr):
 
 @gluon.jit
 def of_words(columns, LAYOUT: gl.constexpr, DTYPE: gl.constexpr):
-    """Split values of 128 columns into values for the first and for the second elements of
-    words."""
+    """Split values of 128 columns into those for the first and for the second elements of words."""
     WORDS: gl.constexpr = gl.SliceLayout(0, LAYOUT)
     if DTYPE == gl.float32:
         first = gl.convert_layout(columns, WORDS, assert_trivial=True)[None, :]

@@ -52,8 +52,7 @@ every group.
 
 
 def padded_groups(groups: int) -> int:
-    """Return the size, a power of two, of a vector of ``groups`` numbers on the device; 0 for
-    none."""
+    """Return ``groups`` rounded up to the size of a vector in kernels; 0 without groups."""
     return max(32, triton.next_power_of_2(groups)) if groups else 0
 
 

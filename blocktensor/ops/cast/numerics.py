@@ -100,5 +100,5 @@ def method_for(dtype: torch.dtype) -> str:
 
 
 def is_wide(*strides: int) -> bool:
-    """Return True if offsets inside a block of ``x`` need 64 bits."""
+    """Return True if offsets inside a block with these strides need 64 bits."""
     return any(abs(stride) * BLOCK >= 2**31 for stride in strides)

@@ -59,8 +59,7 @@ class Producer:
         return 2 if self.second else 1
 
     def arguments(self, x: Tensor, outputs: Sequence[Tensor], unit: int = 1) -> tuple[Any, ...]:
-        """Return the kernel's further arguments: y, z, their row strides, and the outputs of part
-        1.
+        """Return the further arguments: y, z, their row strides, and the outputs of part 1.
 
         Args:
             x: the tensor that the kernel reads itself.

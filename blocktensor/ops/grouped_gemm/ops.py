@@ -23,7 +23,7 @@ def _check(
 ) -> None:
     checks.gemm_operands(a, b, bias, b_ndim=3)
     checks.group_ends(offs, a.data, "operand a")
-    fits = not isinstance(tokens, int) or tokens <= a.data.shape[0]  # symbolic while a compiler traces
+    fits = not isinstance(tokens, int) or tokens <= a.data.shape[0]  # symbolic: while tracing
     checks.fit(len(offs) == len(b.data), fits)
 
 

@@ -41,8 +41,7 @@ SQUARES = (
     GroupedTile(TILES["square 128x128"], 0.50, 0.9),
     GroupedTile(TILES["square 64x128"], 0.61, 1.1),
 )
-"""Tiles for B in 128x128 blocks: fprop and dgrad. Tiles of few rows waste least at the ends of
-groups.
+"""Tiles for B in 128x128 blocks: fprop and dgrad. Few rows waste least at the ends of groups.
 """
 
 WGRAD_SQUARES = (

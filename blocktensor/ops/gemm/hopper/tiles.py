@@ -78,8 +78,7 @@ class Speed:
     lone_us: float
 
     def waves(self, m: int, n: int, sms: int, splits: int = 1) -> int:
-        """Return the number of waves of an ``[m, n]`` output, with ``programs`` tiles at a time on
-        an SM."""
+        """Return the number of waves of an ``[m, n]`` output, with ``programs`` tiles on an SM."""
         return ceil_div(self._tiles(m, n) * splits, sms * self.programs)
 
     def an_sm(self, m: int, n: int, sms: int, splits: int = 1) -> int:
@@ -153,8 +152,7 @@ def programs_for(tile: Tile, items: int, blocks: int, card: Card) -> int:
 
 
 def programs_in_turn(items: int, at_once: int, us: float) -> int:
-    """Return the number of programs for ``items`` items of ``us`` microseconds, ``at_once`` at a
-    time.
+    """Return the number of programs for ``items`` of ``us`` microseconds, ``at_once`` at a time.
 
     There are more than run at once if each then takes :data:`PROGRAM_US` or longer.
     """
