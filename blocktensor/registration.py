@@ -1,6 +1,6 @@
 """Fill the tables of ops that FP8 tensors implement, and register their types with torch.
 
-``import blocktensor`` imports this module. The tables lie below the modules that fill them.
+``import blocktensor`` imports this module, since the tables import nothing that fills them.
 """
 
 import torch

@@ -131,8 +131,7 @@ def runner(backend: Backend[Any], name: str) -> Callable[..., Any]:
 def unregistered(
     reference: Callable[..., Any], backend: Callable[..., Backend[Any]]
 ) -> Specialized:
-    """Return a function that runs on the chosen backend, but as the reference's ops in
-    compilers."""
+    """Return a reference that runs on its backend; compilers see the ops of the reference."""
     return Specialized(lambda *args: runner(backend(*args), reference.__name__), reference)
 
 
@@ -209,7 +208,7 @@ class _Schema:
     def flat(self, args: Sequence[Any]) -> list[Any]:
         """Return the arguments of the registered op; a format that is the default becomes None."""
         flat: list[Any] = []
-        before: BlockFormat | None = None  # the default of a format stands for None
+        before: BlockFormat | None = None  # what a default of None stands for
         for default, x in zip(self._defaults.values(), args, strict=True):
             if isinstance(x, Quantized):
                 flat += [x.data, x.scale, x.format.name]

@@ -69,8 +69,7 @@ def _amax(blocks: Tensor) -> Tensor:
 def _cast(
     blocks: Tensor, scale: Tensor, format: BlockFormat, x: Tensor, row: int = 0, col: int = 0
 ) -> Tensor:
-    """Return the data of ``x``, given its values in ``blocks``, where it begins at ``row``,
-    ``col``."""
+    """Return the data of ``x``, which begins at ``row``, ``col`` in the padded ``blocks``."""
     data = to_data(blocks / scale[..., :, None, :, None], format)
     data = data.flatten(-2).flatten(-3, -2)
     return data[..., row : row + x.shape[-2], col : col + x.shape[-1]]
@@ -201,7 +200,7 @@ def gemm(
     # fp64 holds sums of 128 products of e4m3 numbers exactly: multiples of 2^-18 below 2^25
     a_wide, b_wide = a.data[:, :k].double(), b.data[:, :k].double()  # one operand may end with zeros
     acc = torch.zeros((m, n), dtype=torch.float32, device=a.data.device)
-    step = math.gcd(a.format.cols, b.format.cols)  # one scale of each operand
+    step = math.gcd(a.format.cols, b.format.cols)  # one of each operand
     for first in range(0, k, step):
         inside = slice(first, first + step)
         partial = (a_wide[:, inside] @ b_wide[:, inside].t()).float()  # [M, N]

@@ -1,5 +1,4 @@
-"""Represent a kernel launch as a value: planned from tensors, then run, or only compiled in
-tests."""
+"""A kernel launch as a value: planned from tensors, then run, or only compiled (in tests)."""
 
 from __future__ import annotations
 
@@ -35,8 +34,7 @@ current_stream: Callable[[int], int] = getattr(
 
 
 class Rows(int):
-    """A kernel argument: a number of rows in groups, which may differ between calls of one
-    recording."""
+    """A number of rows in groups as argument: it may differ between calls of one recording."""
 
 
 class Launch(NamedTuple):
@@ -59,8 +57,7 @@ class Launch(NamedTuple):
     sized: Tensor | None = None
 
     def __call__(self) -> None:
-        """Launch the kernel on the current stream of the arguments' device, unless the grid is
-        empty.
+        """Launch on the current stream of the arguments' device; an empty grid launches nothing.
 
         This is Triton's own launch. It takes about 45 us of host time, since it binds and
         specialises every argument again. ``player.cpp`` repeats launches in less time.
@@ -76,7 +73,7 @@ class Launch(NamedTuple):
             with torch.cuda.device(device), self.compiling():  # Triton launches on the current device
                 compiled = self.kernel[self.grid](*args, **self.constants, **self.options)
         except Exception as error:
-            from .triton_compat.compiler import is_failed_compilation  # this import needs Triton
+            from .triton_compat.compiler import is_failed_compilation  # needs Triton
 
             if not is_failed_compilation(error):
                 raise

@@ -154,7 +154,7 @@ class _Call:
             self._offsets[i] = size
             size += ceil_div(made[i].untyped_storage().nbytes(), _ALIGNMENT) * _ALIGNMENT
         self._allocations: list[tuple[Any, ...]] = []
-        self._index: dict[int, int] = {}  # the offsets in an allocation, by the number of the tensor
+        self._index: dict[int, int] = {}  # by the number of a tensor
         if size:
             self._allocations.append(((size,), (1,), torch.uint8, False))
         for i, x in enumerate(made):

@@ -140,8 +140,7 @@ class Decisions(Generic[Result]):
 
 
 class _PlainTable:
-    """The replacement of ``player.cpp``'s ``Table`` where nothing is repeated, for example on a
-    CPU."""
+    """A replacement of ``player.cpp``'s ``Table`` without repetition, for example on a CPU."""
 
     __slots__ = ("_decisions", "_miss")
 
@@ -206,8 +205,7 @@ class Specialized:
         return self._table(*args)
 
     def run(self, *args: Any) -> Any:
-        """Run the function outside of the dispatcher, and without a recording of its own in a
-        recorded call."""
+        """Run the function outside of the dispatcher; do not repeat while a call is recorded."""
         if this_thread.watch is not None:
             with watching(None) as watch:  # do not watch the ops that this op runs
                 watch(self, args)

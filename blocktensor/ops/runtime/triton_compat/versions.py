@@ -75,7 +75,6 @@ def on(device: torch.device, x: Quantized) -> Quantized:
 
 
 def differ(made: Tensor, wanted: Tensor) -> bool:
-    """Return True if a result is NaN, or differs from the reference by more than
-    :data:`TOLERANCE`."""
+    """Return True if a result is NaN or its error is larger than :data:`TOLERANCE`."""
     error = (made.cpu().float() - wanted.float()).norm() / wanted.float().norm()
     return not error.item() <= TOLERANCE
