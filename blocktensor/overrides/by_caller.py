@@ -96,8 +96,8 @@ _STATE_DICTS = "torch.distributed._state_dict_utils"
 
 
 def _check_distribute_tensor(tensor: Tensor, who: Caller) -> None:
-    """Refuse to distribute FP8 tensors other than stacks, and to broadcast FP8 tensors of a
-    state."""
+    """Refuse to distribute FP8 tensors except stacks, and to broadcast those of a
+    ``state_dict``."""
     is_sent = who.place == (_STATE_DICTS, "_broadcast_tensors")  # to ranks that receive plain ones
     if not is_sent and who.module not in _DISTRIBUTES:
         return

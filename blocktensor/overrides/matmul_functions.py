@@ -69,8 +69,7 @@ def in_all_forms(func: Any, override: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _factors(is_adding: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Return the factors of a matmul, without the term that is added, such as the base of a
-    LoRA."""
+    """Return the factors of a matmul, without the added term (such as the base of a LoRA)."""
     if is_adding:
         args, kwargs = args[1:], {name: x for name, x in kwargs.items() if name != "input"}
     lists = [x if isinstance(x, (list, tuple)) else (x,) for x in (*args, *kwargs.values())]
@@ -102,8 +101,7 @@ def _into(func: Any, args: tuple[Any, ...], *, out: Tensor, **kwargs: Any) -> Te
 
 
 def _in_dtype(func: Any, args: tuple[Any, ...], *, out_dtype: torch.dtype, **kwargs: Any) -> Tensor:
-    """Compute ``func(..., out_dtype=out_dtype)``, by operands of this dtype, with the same
-    casts."""
+    """Compute ``func(..., out_dtype=out_dtype)``: operands of this dtype have the same casts."""
     checks.gemm_output(out_dtype)
 
     def converted(x: Any) -> Any:
@@ -122,8 +120,7 @@ def _added_in_place(func: Any) -> Callable[..., Tensor]:
 
 
 def plus(product: Tensor, term: Tensor, beta: Any, alpha: Any) -> Tensor:
-    """Return ``beta * term + alpha * product``; with ``beta=0`` nan and inf in ``term`` are
-    ignored."""
+    """Return ``beta * term + alpha * product``; ``beta=0`` ignores nan and inf in ``term``."""
     term = term.nan_to_num(0, 0, 0) if beta == 0 else term
     return product.mul(alpha).add(term, alpha=beta)
 

@@ -210,7 +210,7 @@ class _Casts:
     def __init__(self, tracker: ModuleTracker, found: Figures) -> None:
         self._tracker, self._found = tracker, found
         self._latest: tuple[Any, ...] = None, None, None
-        self._gradient: Any = lambda: None  # the gradient of logits, which a loss computes in the forward
+        self._gradient: Any = lambda: None  # of logits: a loss casts it in the forward
 
     def __call__(self, op: Any, args: tuple[Any, ...]) -> None:
         """Measure what an op is about to cast, if it is one of the casts."""
