@@ -97,8 +97,7 @@ class PretrainedReader:
         return {name: made.tensors[name.removeprefix(self._prefix)] for name in self.computed}
 
     def _loaded(self, values: Mapping[str, Tensor]) -> Loaded:
-        """Load stored tensors into a skeleton: the ``values``, and traced tensors for the
-        others."""
+        """Load stored tensors into a skeleton: ``values``, or traced ones where there are none."""
         stored = {
             name: traced(name, entry.shape, _INTEGERS.get(entry.dtype, torch.bfloat16))
             for name, entry in self._entries.items()

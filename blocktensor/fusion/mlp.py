@@ -54,8 +54,7 @@ class Gated(Pattern):
         return tuple(dict.fromkeys((self.gate, self.up, self.down)))
 
     def by_role(self, of_linears: Sequence[Any]) -> tuple[Any, Any, Any]:
-        """Return values for gate, up and down, given ``linears``'; None for up if gate holds
-        both."""
+        """Return values for gate, up and down, given ``linears``'; None for an up in gate."""
         gate, *up, down = of_linears
         return gate, up[0] if up else None, down
 

@@ -102,8 +102,7 @@ class BlockFormat:
         return (2,) if self.rows == 1 else (2, 3)
 
     def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of the scales of data of ``shape``, ``[..., R, C]``; partial blocks
-        count."""
+        """Return the shape of the scales of data of this ``shape``; partial blocks count."""
         *lead, rows, cols = shape
         return (*lead, ceil_div(rows, self.rows), ceil_div(cols, self.cols))
 

@@ -198,7 +198,7 @@ def gemm(
     row_scale = a.scale.repeat_interleave(a.format.rows, 0)[:m]  # [M, K/cols]
     col_scale = b.scale.repeat_interleave(b.format.rows, 0)[:n]  # [N, K/cols]
     # fp64 holds sums of 128 products of e4m3 numbers exactly: multiples of 2^-18 below 2^25
-    a_wide, b_wide = a.data[:, :k].double(), b.data[:, :k].double()  # one operand may end with zeros
+    a_wide, b_wide = a.data[:, :k].double(), b.data[:, :k].double()  # one may end with zeros
     acc = torch.zeros((m, n), dtype=torch.float32, device=a.data.device)
     step = math.gcd(a.format.cols, b.format.cols)  # one of each operand
     for first in range(0, k, step):

@@ -45,9 +45,9 @@ def _detach(tensor: Tensor) -> Tensor:
     if who.module == "torch.nn.parameter" and who.back is not None and who.back.place == APPLY:
         # nn.Module._apply (.to(), .half(), .cuda(), ...) makes a new Parameter and swaps it in
         old = who.back.local("param")
-        # It sets .data of plain parameters, but swaps FP8 ones. Here .data is set, so that they are
-        # swapped with themselves; not if there are weak references, for which swap_tensors will
-        # raise.
+        # It sets .data of plain parameters, and swaps FP8 ones. These take the new content here and
+        # are swapped with themselves; not if there are weak references, for which swap_tensors
+        # raises.
         if not weakref.getweakrefs(old) and take_content(old, made):
             return cast(Tensor, old)
         carry_over(old, made)
@@ -96,8 +96,7 @@ _STATE_DICTS = "torch.distributed._state_dict_utils"
 
 
 def _check_distribute_tensor(tensor: Tensor, who: Caller) -> None:
-    """Refuse to distribute FP8 tensors except stacks, and to broadcast those of a
-    ``state_dict``."""
+    """Refuse to distribute FP8 tensors except stacks, and to broadcast a ``state_dict``'s."""
     is_sent = who.place == (_STATE_DICTS, "_broadcast_tensors")  # to ranks that receive plain ones
     if not is_sent and who.module not in _DISTRIBUTES:
         return

@@ -259,7 +259,7 @@ def left_as_it_is(model: nn.Module) -> Iterator[None]:
     them. Its weights are sharded at the end.
     """
     with ExitStack() as stack:
-        # by name: torch warns if there are several kinds of devices
+        # listed, since torch warns about several GPUs otherwise
         devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
         stack.enter_context(torch.random.fork_rng(devices))
         stack.enter_context(_sharded(model))
@@ -325,7 +325,7 @@ def _sharded(model: nn.Module) -> Iterator[None]:
         yield
     except BaseException:
         for module in modules:
-            # only roots do not raise; they do before their first run, and before torch 2.13
+            # all but roots raise; so do roots that have not run, and torch before 2.13
             with suppress(RuntimeError, AttributeError):
                 module.reset_iter_state()
         raise

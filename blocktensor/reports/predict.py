@@ -57,8 +57,8 @@ def casts_us(
 ) -> float:
     """Return microseconds of all casts of a linear layer ``(M tokens, N out, K in)``.
 
-    ``kinds``: the kinds of its matmuls; a layer without wgrad is frozen, so that its weight needs
-    no cast. ``dtypes``: the dtypes of activations and of the weight.
+    ``kinds``: the kinds of its matmuls; a layer without wgrad is frozen, so that its weight is cast
+    already. ``dtypes``: the dtypes of activations and of the weight.
     """
     (m, n, k), (of_x, of_w) = shape, dtypes
     trains = "wgrad" in kinds

@@ -135,8 +135,7 @@ def _runs(indices: Sequence[int]) -> Iterator[Piece]:
 
 
 def frozen_like(x: Any, data: Tensor, scale: Tensor, recipe: Recipe) -> Tensor:
-    """Return a frozen weight to replace ``x``, built from parts like those of
-    :func:`frozen_parts`."""
+    """Return a frozen weight to replace ``x``, built from parts as in :func:`frozen_parts`."""
     part, rows, scales = map(own_part, (x, data, scale))
     if isinstance(part, FrozenShard):
         return with_local(x, FrozenShard(rows, scales, recipe, x.dtype))

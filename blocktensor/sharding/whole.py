@@ -31,8 +31,7 @@ _BATCH_BYTES = 256 << 20
 _all_gather: Any = torch.ops._c10d_functional.all_gather_into_tensor
 
 _ALIGNMENT = 16
-"""Alignment of tensors in the bytes that a rank sends, so that they can be viewed in their
-dtypes."""
+"""Alignment of tensors in the sent bytes, so that they can be viewed in their dtypes."""
 
 
 def format_of(x: FP8Base) -> BlockFormat:
@@ -215,7 +214,7 @@ def _gathered(items: Sequence[_Item], limit: int) -> Iterator[Quantized | Tensor
         if ahead is not None:
             yield from ahead()
     finally:
-        if receive is not None:  # the iterator was abandoned: torch would keep what nobody has waited for
+        if receive is not None:  # abandoned: torch keeps what nobody has waited for
             next(receive())
 
 

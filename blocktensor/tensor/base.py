@@ -109,8 +109,7 @@ class FP8Base(Tensor):
         return plain_tangent(self)
 
     def _stable_hash_for_caching(self) -> str:
-        """Return the key of torch's compile cache: structure, layouts and our code, but no
-        values."""
+        """Return the key for torch's compile cache: structure, layouts and our code."""
         names, context = self.__tensor_flatten__()  # type: ignore[attr-defined]
         inner = [getattr(self, name) for name in names]
         layouts = [(x.shape, x.stride(), x.dtype, x.device) for x in inner]

@@ -248,8 +248,7 @@ class BlockwiseFP8Tensor(FP8Base):
 
     @property
     def format(self) -> BlockFormat:
-        """The format of its forms; for an activation with two formats, the one with rows as
-        blocks."""
+        """The format of its forms; if they have two, the format with blocks of one row."""
         row, col = self.rowwise_format, self.columnwise_format
         return row if row.rows <= col.rows else col
 
@@ -348,8 +347,7 @@ class BlockwiseFP8Tensor(FP8Base):
     def like(
         self, operand: Operand, shape: Sequence[int], strides: Sequence[int] | None, **others: Any
     ) -> BlockwiseFP8Tensor:
-        """Return a tensor of other forms, by default with this tensor's formats, recipe and
-        dtype."""
+        """Return a tensor of other forms; by default with the same formats, recipe and dtype."""
         known: dict[str, Any] = {"formats": self.formats, "recipe": self.recipe}
         known |= {"dtype": self.dtype, **others}
         return BlockwiseFP8Tensor(*operand, shape=shape, strides=strides, **known)

@@ -39,8 +39,7 @@ class LateCopy:
         whole: LateCopy | None = None,
         cut: Cut | None = None,
     ) -> None:
-        """Prepare a copy of ``source``; ``whole``, ``cut``: the copy that this is a part of, and
-        how."""
+        """Prepare a copy of ``source``, or the part that ``cut`` takes of the copy ``whole``."""
         self.source, self.dtype = source, dtype
         self._version = source.version()
         self._copy: Tensor | None = None

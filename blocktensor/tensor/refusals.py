@@ -53,8 +53,7 @@ def refuse_bytes(weight: Tensor, source: Tensor) -> None:
 
 
 def refuse_to_pick(func: Any, stack: Tensor, to_plain: str) -> NoReturn:
-    """Raise for an index that copies matrices of a stack: matmuls with the copy would not be
-    FP8."""
+    """Raise for an index that would copy matrices of a stack in high precision."""
     raise NotImplementedError(
         f"{func} of a stack of FP8 weights {list(stack.shape)} would copy matrices in high "
         f"precision, and products with them would run in it: multiply the whole stack by groups "

@@ -69,8 +69,7 @@ class BlockwiseFP8Weight(MasterBase):
     _ops = WEIGHT_OPS
     cache: FP8Cache = _CacheOfLateCopy()  # type: ignore[assignment]
     _late: LateCopy | FP8Cache | None = None
-    """A late copy, instead of a cache; in a copy or pickle of the weight, the cache of its
-    values."""
+    """A late copy, instead of a cache; after a copy or pickle, the cache of its values."""
     transposed: bool
     _traced: Tensor | None = None
     """The master of a transposed late copy that a compiler traces: the compiler reads it after the
@@ -119,8 +118,7 @@ class BlockwiseFP8Weight(MasterBase):
 
     @classmethod
     def _of_late_copy(cls, like: Tensor, copy: LateCopy, transposed: bool) -> BlockwiseFP8Weight:
-        """Return a weight with the layout of ``like``, whose master is created when it is first
-        read."""
+        """Return a weight with the layout of ``like``, which creates its master when first read."""
         self: BlockwiseFP8Weight = cls._wrapper_of(like, copy.dtype)
         self._late, self.transposed = copy, transposed
         return self
@@ -176,7 +174,7 @@ class BlockwiseFP8Weight(MasterBase):
         """Cast the current weight and return the rowwise FP8 form."""
         operand = self.cache.cast()
         form = operand.need_columnwise() if self.transposed else operand.rowwise
-        assert form is not None  # it is cast so
+        assert form is not None  # the cast has this form
         return form
 
     def _both_forms(self) -> tuple[Quantized, Quantized]:

@@ -94,8 +94,7 @@ class FP8Cache:
         )
 
     def derived(self, key: object, make: Callable[[], FP8Cache]) -> FP8Cache:
-        """Return the cache for a part of the master or for other scales, created at the first
-        call."""
+        """Return the cache for a part of the master or for other scales; create it if needed."""
         if key not in self._parts:
             self._parts[key] = make()
         return self._parts[key]
@@ -131,8 +130,7 @@ class FP8Cache:
         return Operand(row, col), cast
 
     def begin_cast(self) -> tuple[ForwardCast, WaitingForm]:
-        """Return the object that a graph holds of the forward's cast, to be filled with the
-        cast."""
+        """Return the object for a graph to hold, which the forward fills with its cast."""
         waiting = None if self._waiting is None else self._waiting()
         if waiting is None:
             waiting = WaitingForm()

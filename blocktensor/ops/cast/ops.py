@@ -26,8 +26,7 @@ from .producer import Forms, empty_forms
 
 
 def _check(x: Tensor, format: BlockFormat, fits: bool) -> None:
-    """Raise unless ``x`` can be cast in ``format``, and unless ``fits``, which callers
-    guarantee."""
+    """Raise unless ``x`` can be cast in ``format`` and ``fits``, which callers guarantee."""
     checks.castable(x, format)
     checks.fit(fits)
 

@@ -70,7 +70,7 @@ class Launch(NamedTuple):
         device = next(t.device.index for t in map(pointed_at, self.args) if t is not None)
         args = [int(x) if type(x) is Rows else x for x in self.args]
         try:
-            with torch.cuda.device(device), self.compiling():  # Triton launches on the current device
+            with torch.cuda.device(device), self.compiling():  # Triton takes the current device
                 compiled = self.kernel[self.grid](*args, **self.constants, **self.options)
         except Exception as error:
             from .triton_compat.compiler import is_failed_compilation  # needs Triton

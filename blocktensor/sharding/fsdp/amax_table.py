@@ -187,7 +187,7 @@ class AmaxTable:
         }
         self._forward = -1  # the forward in which all weights were last reduced
         self._gathered: set[int] = set()  # weights gathered since then
-        self._prepared: set[int] = set()  # weights of the running gather that FSDP has not asked for yet
+        self._prepared: set[int] = set()  # weights of the running gather, not yet asked for
         self._written: set[int] = set()  # weights that forwards write to before they gather them
 
     def prepare_gather(self, index: int) -> Reduced:

@@ -109,8 +109,7 @@ class FP8Shard(GatheredTrainable):
         return torch.utils._pytree.tree_map(lambda x: first._with_rows(x, ranks), out)
 
     def _with_rows(self, rows: Tensor, ranks: tuple[int, ...]) -> Tensor:
-        """Return a shard of the same weight with other rows; return ``rows`` that cannot be
-        unchanged."""
+        """Return a shard with other rows, or ``rows`` if these cannot be rows of a shard."""
         if rows.ndim not in ranks or not (rows.is_floating_point() or rows.is_complex()):
             return rows
         shard = FP8Shard(rows, self.recipe)

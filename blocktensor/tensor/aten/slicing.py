@@ -37,7 +37,7 @@ def _part(x: BlockwiseFP8Tensor, dim: int, start: int, stop: int, op: str) -> Bl
     # the columns of one form are the rows of the other
     columns = dim == x.ndim - 1
     along, across = x.operand.transposed() if columns else x.operand
-    rows = 1 if columns else math.prod(x.shape[dim + 1 : -1])  # elements of data for an index of dim
+    rows = 1 if columns else math.prod(x.shape[dim + 1 : -1])  # elements for an index
     if across is not None or (along is not None and along.format.rows > 1):
         for index in (start, stop):
             _check_boundary(x, dim, index, max(rows, 1), op)
@@ -68,7 +68,7 @@ def _cut(form: Quantized, axis: int, start: int, stop: int) -> Quantized:
     scale = aten.slice(scale, axis, start // block, ceil_div(stop, block))
     if axis != -1:
         return Quantized(aten.slice(data, axis, start, stop), scale, format)
-    end = columnwise_width(stop, format) if start < stop else stop  # the part includes the zeros at the end
+    end = columnwise_width(stop, format) if start < stop else stop  # with the zeros
     return laid_out(data[..., start:end].contiguous(), scale, format)
 
 

@@ -73,8 +73,7 @@ def _alias(func: Any, w: BlockwiseFP8Weight) -> BlockwiseFP8Weight:
     aten.squeeze.dims,
 )
 def _part(func: Any, w: BlockwiseFP8Weight, *args: Any, **kwargs: Any) -> Any:
-    """View a part of a weight: matrices and stacks are weights, whose blocks begin at their
-    start."""
+    """View a part of a weight: matrices and stacks are weights, with their own grid of blocks."""
     copy = w._late
     if isinstance(copy, LateCopy):
         views = func(w._oriented(copy.source.master), *args, **kwargs)
