@@ -71,8 +71,8 @@ def run_backward(
         for grad in incoming:
             if grad is not None and _is_batched(grad):
                 raise NotImplementedError(
-                    "torch.autograd.grad(..., is_grads_batched=True) through an FP8 linear, whose "
-                    "casts take one gradient: call it once for each gradient, with "
+                    "torch.autograd.grad(..., is_grads_batched=True) through an FP8 linear layer, "
+                    "whose casts take one gradient: call it once for each gradient, with "
                     "retain_graph=True"
                 )
         del grad

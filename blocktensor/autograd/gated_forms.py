@@ -138,7 +138,7 @@ def features_of_h(w_gate: Tensor, w_up: Tensor | None, bias_up: Tensor | None = 
         if of_gate % 2:
             raise ValueError(
                 f"w_gate has {of_gate} features and there is no w_up: expected an even number, "
-                f"those of gate and as many of up"
+                f"half for gate and half for up"
             )
         if bias_up is not None:
             raise ValueError("bias_up without w_up: give bias_gate the biases of both, gate first")

@@ -110,8 +110,8 @@ def refuse_prepared(x: BlockwiseFP8Tensor) -> None:
     if x.prepared is not None:
         raise NotImplementedError(
             f"an input {list(x.shape)} that PrepareModuleInput of blocktensor.distributed has cast "
-            f"reached a product that is not one of ColwiseParallel: apply ColwiseParallel of "
-            f"blocktensor.distributed to every linear that reads it, or prepare it with "
+            f"reached a matmul of a layer without ColwiseParallel: apply ColwiseParallel of "
+            f"blocktensor.distributed to every linear layer that reads it, or prepare it with "
             f"torch.distributed.tensor.parallel.PrepareModuleInput"
         )
 

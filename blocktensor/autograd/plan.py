@@ -205,18 +205,19 @@ def _key(
 def _refuse_surroundings(x: Tensor) -> None:
     if x.is_nested:
         raise NotImplementedError(
-            "an FP8 linear of a nested tensor: call it on .values() of a jagged tensor, or on a "
-            "padded one"
+            "an FP8 linear layer of a nested tensor: call it on .values() of a jagged tensor, or "
+            "on a padded one"
         )
     if torch._C._is_tracing():
         raise NotImplementedError(
-            "torch.jit.trace of an FP8 linear: freeze the model and use torch.export, or use "
+            "torch.jit.trace of an FP8 linear layer: freeze the model and use torch.export, or use "
             "torch.compile"
         )
     if torch._C._are_functorch_transforms_active():
         raise NotImplementedError(
-            "an FP8 linear under torch.func (grad, vmap, jvp, jacrev, ...), which has no rule for "
-            "it: use torch.autograd, or leave these modules unconverted (convert(..., skip=[...]))"
+            "an FP8 linear layer under torch.func (grad, vmap, jvp, jacrev, ...), which has no "
+            "rule for it: use torch.autograd, or leave these modules unconverted "
+            "(convert(..., skip=[...]))"
         )
 
 
@@ -283,8 +284,8 @@ def _checked_output_dtype(
     if isinstance(x, BlockwiseFP8Tensor) and torch.is_grad_enabled() and w.requires_grad:
         if offs is not None:
             raise ValueError(
-                "the input of a grouped FP8 linear is FP8 already, and its columnwise blocks, "
-                "which the gradient of the weight needs, ignore the groups: pass the "
+                "the input of a grouped FP8 linear layer is FP8 already, and its columnwise "
+                "blocks, which the gradient of the weight needs, ignore the groups: pass the "
                 "high-precision tensor; share_inputs(model) casts it once for several weights"
             )
         _check_wgrad_input(x, recipe)
@@ -310,9 +311,10 @@ def _refuse_export(w: Tensor) -> None:
     # the flag itself: in torch 2.11 is_exporting() is True in all compiled code
     if torch.compiler._is_exporting_flag and torch.is_grad_enabled() and w.requires_grad:
         raise NotImplementedError(
-            f"torch.export of an FP8 linear whose weight {list(w.shape)} is trained: the program "
-            f"would have no gradient of it. Call blocktensor.freeze(model) before, or export under "
-            f"torch.no_grad() a program that casts the weights of every call and is not trained"
+            f"torch.export of an FP8 linear layer whose weight {list(w.shape)} is trained: the "
+            f"program would have no gradient of it. Call blocktensor.freeze(model) before, or "
+            f"export under torch.no_grad() a program that casts the weights of every call and is "
+            f"not trained"
         )
 
 
@@ -320,15 +322,15 @@ def _check_blocks(x: Tensor, w: Tensor, recipe: Recipe) -> None:
     expected = recipe.activation_format.block_shape
     if isinstance(x, BlockwiseFP8Tensor) and x.rowwise_format.block_shape != expected:
         raise ValueError(
-            f"the input of an FP8 linear has blocks of {x.rowwise_format.block_shape}: expected "
-            f"{expected}; blocktensor.quantize(x) makes them"
+            f"the input of an FP8 linear layer has blocks of {x.rowwise_format.block_shape}: "
+            f"expected {expected}; blocktensor.quantize(x) makes them"
         )
     formats = [t.format for t in (x, w) if isinstance(t, FP8_TYPES)]
     for format in formats:
         check_same_scaling(recipe.activation_format, format)
     if w.ndim == 3 and isinstance(w, BlockwiseFP8Tensor) and not w.format.transposes:
         raise ValueError(
-            f"the weight of a grouped FP8 linear has blocks of {w.block_shape}: expected "
+            f"the weight of a grouped FP8 linear layer has blocks of {w.block_shape}: expected "
             f"{recipe.weight_format.block_shape}"
         )
 

@@ -93,7 +93,7 @@ class Dense:
         for side, held, format in zip(("row", "column"), x.formats, wanted, strict=True):
             if format is not None and held.block_shape != format.block_shape:
                 raise ValueError(
-                    f"a {side}wise form in {held.name} blocks where an FP8 linear reads "
+                    f"a {side}wise form in {held.name} blocks where an FP8 linear layer reads "
                     f"{format.name}: pass the tensor in high precision, or cast gradients with "
                     f"blocktensor.quantize(grad, Recipe.deepseek())"
                 )
@@ -140,7 +140,7 @@ class Grouped(Dense):
         if isinstance(x, BlockwiseFP8Tensor):
             if columnwise:
                 raise NotImplementedError(
-                    "a gradient of a grouped FP8 linear that is FP8 already: its columnwise "
+                    "a gradient of a grouped FP8 linear layer that is FP8 already: its columnwise "
                     "blocks, which the gradient of the weight needs, ignore the groups; pass it in "
                     "high precision (.dequantize())"
                 )

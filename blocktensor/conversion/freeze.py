@@ -192,5 +192,5 @@ def _check(weight: Matrix, action: str, other: str | None) -> None:
     if is_trained and action == "freeze" and other is not None:
         raise ValueError(
             f"the weight of {weight.label!r} cannot be frozen, because another module reads its "
-            f"values too ({other}): give the linear a copy of its own, or leave it trainable"
+            f"values too ({other}): give the linear layer a copy of its own, or leave it trainable"
         )

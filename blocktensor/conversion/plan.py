@@ -186,7 +186,7 @@ def _small_on_average(matrices: Sequence[Matrix], choices: Choices) -> dict[Matr
     left: dict[Matrix, str] = {}
     while sizes and (mean := sum(sizes.values()) / len(sizes)) < least:
         smallest = min(sizes.values())
-        why = f"small: linears with N K >= {smallest} have {mean:.0f} on average < {least}"
+        why = f"small: linear layers with N K >= {smallest} have {mean:.0f} on average < {least}"
         left |= {x: f"{why} (skip_small)" for x, size in sizes.items() if size == smallest}
         sizes = {x: size for x, size in sizes.items() if size > smallest}
     return left

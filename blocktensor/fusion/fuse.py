@@ -63,7 +63,7 @@ class FusionReport(Report):
     def _parts(self) -> list[Table | str]:
         if not self.entries:
             return [
-                "no gated MLP of known names was found, and no norm that linears read: call",
+                "no gated MLP of known names was found, and no norm that linear layers read: call",
                 "functional.gated_mlp, functional.gated_experts or quantize in your own forward",
             ]
         rows = collapse((e.name, e.kind, e.computes, e.reason or "fused") for e in self.entries)

@@ -45,7 +45,7 @@ class Gated(Pattern):
     known: ClassVar[Sequence[tuple[str, str, str]]]
     """Names of gate, up and down."""
 
-    noun: ClassVar[str] = "linears"
+    noun: ClassVar[str] = "linear layers"
     """The matrices of a gated MLP: gate, up and down."""
 
     @property

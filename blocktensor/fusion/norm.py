@@ -165,7 +165,7 @@ def _why_unlike(norm: nn.Module, readers: Sequence[nn.Module]) -> str:
     if not _eps_name(norm):
         return f"has no epsilon (an attribute {', '.join(_EPS)})"
     if all(fp8_part(getattr(linear, "weight", None)) is None for linear in readers):
-        return "none of its linears is in FP8"
+        return "none of its linear layers is in FP8"
     return ""
 
 

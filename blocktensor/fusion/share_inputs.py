@@ -82,7 +82,7 @@ class SharingReport(Report):
             )
             for group in self.groups
         )
-        header = ("module", "linears", "casts", "saved")
+        header = ("module", "linear layers", "casts", "saved")
         summary = f"{len(self.groups)} groups; {self.casts} casts made, {self.saved} saved"
         return [Table(header, rows), summary]
 
@@ -122,7 +122,7 @@ def share_inputs(model: nn.Module) -> SharingReport:
 def not_converted(model: nn.Module, use: str) -> ValueError:
     """Return the error for a model without FP8 linear layers; ``use``: the purpose of casts."""
     return ValueError(
-        f"no linear of this {type(model).__name__} is in FP8, so there is no cast to {use}: "
+        f"no linear layer of this {type(model).__name__} is in FP8, so there is no cast to {use}: "
         f"convert it first with blocktensor.convert(model)"
     )
 

@@ -102,8 +102,8 @@ def weights_to_skip(
         if not found:
             raise ValueError(
                 f"skip pattern {pattern!r} matches no weight of this {type(model).__name__} that "
-                f"could be converted: expected a pattern of the names of linears or modules above "
-                f"them; names of such weights end in {_ends(weights)}"
+                f"could be converted: expected a pattern of the names of linear layers or modules "
+                f"above them; names of such weights end in {_ends(weights)}"
             )
         for weight in found:
             skipped.setdefault(weight, pattern)

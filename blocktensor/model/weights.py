@@ -308,7 +308,10 @@ UNKNOWN_STACK = "stack of matrices"
 
 _OTHERS = (
     ((nn.Embedding, nn.EmbeddingBag), "embedding"),
-    (nn.MultiheadAttention, "nn.MultiheadAttention multiplies by it without calling a linear"),
+    (
+        nn.MultiheadAttention,
+        "nn.MultiheadAttention multiplies by it without calling a linear layer",
+    ),
     (_ConvNd, "convolution"),
     (ParametrizationList, "parametrized: a weight is computed from it"),
 )
@@ -346,4 +349,4 @@ def _why_left_alone(module: nn.Module, key: str, parameter: Tensor, named: Named
         return f"{UNKNOWN_STACK}: in {kind_of(module)}; stacks={{...}} would name it"
     if in_experts and "bias" in key:
         return "bias of experts"
-    return f"not the weight of a linear: in {kind_of(module)}"
+    return f"not the weight of a linear layer: in {kind_of(module)}"

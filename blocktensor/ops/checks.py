@@ -23,8 +23,9 @@ def local(x: Tensor, what: str) -> None:
     if tensors is not None and isinstance(x, tensors.DTensor):
         raise NotImplementedError(
             f"{what} is a DTensor {list(x.shape)}, {x.placements}: expected a local tensor. Pass "
-            f".full_tensor(), or .to_local() of one with Replicate(); or cut the linears with "
-            f"ColwiseParallel and RowwiseParallel of blocktensor.distributed, which take DTensors"
+            f".full_tensor(), or .to_local() of one with Replicate(); or cut the linear layers "
+            f"with ColwiseParallel and RowwiseParallel of blocktensor.distributed, which take "
+            f"DTensors"
         )
 
 
@@ -172,13 +173,15 @@ def linear_operands(x: Tensor, w: Tensor, bias: Tensor | None, offs: Tensor | No
         TypeError, ValueError: they do not fit together.
         NotImplementedError: a DTensor.
     """
-    name = "an FP8 linear" if offs is None else "a grouped FP8 linear"
+    name = "an FP8 linear layer" if offs is None else "a grouped FP8 linear layer"
     for operand, what in ((x, "the input"), (w, "the weight")):
         high_precision(operand, f"{what} of {name}")
     if offs is None:
         rank(w, (2,), f"the weight of {name}", "stacks of experts need grouped_mm")
         if x.ndim == 0:
-            raise ValueError("the input of an FP8 linear is a scalar: expected shape [..., K]")
+            raise ValueError(
+                "the input of an FP8 linear layer is a scalar: expected shape [..., K]"
+            )
     else:
         remedy = "stacks of experts are [E, N, K]; a matrix needs functional.linear"
         rank(x, (2,), f"the input of {name}", "flatten tokens to [T, K]")

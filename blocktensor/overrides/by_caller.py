@@ -110,7 +110,7 @@ def _check_distribute_tensor(tensor: Tensor, who: Caller) -> None:
     if isinstance(tensor, BlockwiseFP8Tensor) and not tensor.format.transposes:
         raise NotImplementedError(
             f"distribute_tensor of FP8 activations {list(tensor.shape)}: distribute them in high "
-            f"precision (.dequantize()); FP8 linears cast their local parts"
+            f"precision (.dequantize()); FP8 linear layers cast their local parts"
         )
     if tensor.ndim != 3:
         raise NotImplementedError(

@@ -202,7 +202,7 @@ def _bmm(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
 
 def _refuse(a: Tensor, b: Tensor) -> NoReturn:
     raise NotImplementedError(
-        f"a batched product of {_described(a)} by {_described(b)} has no FP8 path: one operand "
+        f"a batched matmul of {_described(a)} by {_described(b)} has no FP8 path: one operand "
         f"must be a stack of FP8 experts [E, K, N], the other a batch [E, T, K] in high precision; "
         f"call .dequantize(), or .high_precision() of a BlockwiseFP8Weight, to compute in high "
         f"precision"

@@ -206,7 +206,7 @@ class _Products(TorchDispatchMode):
 
     def notes(self) -> list[str]:
         """Return a note for each op that may run matmuls without an entry."""
-        notes = [f"may run products that are not shown: {op}" for op in self.hidden]
+        notes = [f"may run matmuls that are not shown: {op}" for op in self.hidden]
         if self._sent:
             notes.append(
                 f"tokens travel in high precision for weight gradients, those of a rank being no "

@@ -39,4 +39,4 @@ def _remedy(matrix: Matrix, matrices: list[Matrix], model: nn.Module) -> str:
         return f"{why.removesuffix(' (skip_small)')}: convert(model, skip_small=False)"
     if kind == "lm head":
         return f"{why}: convert(model, convert_head=True)"
-    return f"{why}: hold it in an nn.Linear" if kind == "not the weight of a linear" else why
+    return f"{why}: hold it in an nn.Linear" if kind == "not the weight of a linear layer" else why

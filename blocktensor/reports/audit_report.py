@@ -145,7 +145,7 @@ class AuditReport(Report):
 
     def _parts(self) -> list[Table | str]:
         if not self.entries:
-            return ["no matrix product ran", *self.notes]
+            return ["no matmul ran", *self.notes]
         parts: list[Table | str] = [self._table(), self._totals()]
         if self.marked:
             share = sum(e.flops for e in self.marked) / max(self.flops, 1)

@@ -56,7 +56,7 @@ def refuse_to_pick(func: Any, stack: Tensor, to_plain: str) -> NoReturn:
     """Raise for an index that would copy matrices of a stack in high precision."""
     raise NotImplementedError(
         f"{func} of a stack of FP8 weights {list(stack.shape)} would copy matrices in high "
-        f"precision, and products with them would run in it: multiply the whole stack by groups "
+        f"precision, and matmuls with them would run in it: multiply the whole stack by groups "
         f"(torch.nn.functional.grouped_mm; in transformers experts_implementation='grouped_mm'), "
         f"or one matrix at a time (w[i]); to read values, index {to_plain}"
     )

@@ -71,7 +71,7 @@ class ParallelForward(ABC):
 
     def __init__(self, mesh: DeviceMesh, layouts: Layouts) -> None:
         self.mesh, self.layouts = mesh, layouts
-        self.agreement = Agreement("tensor parallel linears", mesh)
+        self.agreement = Agreement("tensor parallel linear layers", mesh)
         given, made, *others = layouts
         self._constants = self.kind, as_constant(given), as_constant(made), *others
 
@@ -226,7 +226,7 @@ def as_constant(layout: Placement) -> str:
     if type(layout) is Partial:
         return f"partial {layout.reduce_op}"
     raise NotImplementedError(
-        f"a layout {layout} of a tensor parallel linear: expected Shard, Replicate or Partial"
+        f"a layout {layout} of a tensor parallel linear layer: expected Shard, Replicate or Partial"
     )
 
 

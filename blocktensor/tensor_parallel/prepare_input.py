@@ -124,7 +124,7 @@ class _OnMesh(torch_styles.PrepareModuleInput):
         vars(self).update(vars(style))
         self._mesh = mesh
         self._reduction = Reduction(mesh.get_group(), style.reduce_dtype, style.in_rank_order)
-        self._agreement = Agreement("inputs of tensor parallel linears", mesh)
+        self._agreement = Agreement("inputs of tensor parallel linear layers", mesh)
         self._constants = style.use_local_output, style.reduce_dtype, style.in_rank_order
 
     def _prepare_input_arg(  # type: ignore[override]
@@ -186,7 +186,7 @@ def _common_recipe(weights: dict[str, Any]) -> Recipe | None:
     if len(recipes) > 1:
         lines = "; ".join(f"{name!r} has {recipe}" for recipe, name in recipes.items())
         raise ValueError(
-            f"one input of {len(found)} FP8 linears of unequal recipes cannot be cast once: "
+            f"one input of {len(found)} FP8 linear layers of unequal recipes cannot be cast once: "
             f"{lines}. Convert them with one recipe, or leave out "
             f"blocktensor.distributed.PrepareModuleInput and pass "
             f"ColwiseParallel(input_layouts=Shard(...))"

@@ -116,7 +116,7 @@ class Colwise(_Parallel):
         saves_tokens = plan.needs[1] and not in_fp8
         if saves_tokens and not plan.saves_x and isinstance(x, BlockwiseFP8Tensor):
             raise ValueError(
-                f"the FP8 input {list(x.shape)} of a ColwiseParallel linear is cut where its "
+                f"the FP8 input {list(x.shape)} of a ColwiseParallel linear layer is cut where its "
                 f"columnwise blocks of {plan.format.cols} tokens do not begin: pass the "
                 f"high-precision tensor, or pad the tokens of each rank to a multiple of "
                 f"{plan.format.cols}"
@@ -176,8 +176,8 @@ class Rowwise(_Parallel):
         """Cast this rank's columns of x."""
         if self.part is not None and isinstance(x, BlockwiseFP8Tensor):
             raise ValueError(
-                f"the FP8 input {list(x.shape)} of a RowwiseParallel linear whose weight is cut "
-                f"off the grid of {plan.format.cols} inputs: pass the high-precision tensor"
+                f"the FP8 input {list(x.shape)} of a RowwiseParallel linear layer whose weight is "
+                f"cut off the grid of {plan.format.cols} inputs: pass the high-precision tensor"
             )
         behind = F.pad(x, (self.front, 0)) if self.front else x
         x_row, x_col = self.forms(behind, plan.format, plan.x_columnwise)

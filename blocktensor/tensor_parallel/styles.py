@@ -149,8 +149,8 @@ class _OfThisProcess:
 
     def __reduce__(self) -> NoReturn:
         raise NotImplementedError(
-            "a linear with ColwiseParallel or RowwiseParallel cannot be pickled, as torch.save("
-            "model) does: its forward and its mesh belong to this process. Save "
+            "a linear layer with ColwiseParallel or RowwiseParallel cannot be pickled, as "
+            "torch.save(model) does: its forward and its mesh belong to this process. Save "
             "get_model_state_dict(model) with torch.distributed.checkpoint, and load it into a "
             "model that is parallelized in any way"
         )
@@ -194,7 +194,7 @@ def _check(module: nn.Linear, mesh: DeviceMesh, dim: int) -> None:
     if type(module).forward is not nn.Linear.forward or "forward" in vars(module):
         raise NotImplementedError(
             f"tensor parallel of a {kind} with a forward of its own, which would not run: "
-            f"parallelize the nn.Linear that it calls, and each linear once"
+            f"parallelize the nn.Linear that it calls, and each linear layer once"
         )
     if set(module._parameters) - {"weight", "bias"} or module._parameters.get("weight") is None:
         raise NotImplementedError(
@@ -205,7 +205,7 @@ def _check(module: nn.Linear, mesh: DeviceMesh, dim: int) -> None:
         if local_of(parameter) is not None:
             raise ValueError(
                 f"the {name} of this {kind} is a DTensor already: call parallelize_module before "
-                f"fully_shard, and once for each linear"
+                f"fully_shard, and once for each linear layer"
             )
     _check_even(module.weight, mesh, dim)
 
@@ -224,8 +224,8 @@ def _check_even(weight: Tensor, mesh: DeviceMesh, dim: int) -> None:
         what = "outputs" if dim == 0 else "inputs"
         raise NotImplementedError(
             f"{kind} weight {list(weight.shape)} whose {size} {what} are cut between {ranks} "
-            f"ranks: expected a multiple of {ranks * edge}; leave this linear out of the plan of "
-            f"parallelize_module, or use fewer ranks"
+            f"ranks: expected a multiple of {ranks * edge}; leave this linear layer out of the "
+            f"plan of parallelize_module, or use fewer ranks"
         )
 
 

@@ -136,7 +136,7 @@ def _alias(func: Any, shard: FP8Shard) -> FP8Shard:
 )
 def _refuse_product(func: Any, *args: Any, **kwargs: Any) -> NoReturn:
     raise NotImplementedError(
-        f"{func} reached the shard of an FP8 weight: a product needs the whole weight, which FSDP "
+        f"{func} reached the shard of an FP8 weight: a matmul needs the whole weight, which FSDP "
         f"gathers while the forward of its module runs"
     )
 

@@ -43,7 +43,7 @@ def _product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     if right is None:
         right = BlockwiseFP8Tensor.from_values(b, recipe.activation_format, recipe, rowwise=False)
     for operand, what in ((left, "the left operand"), (right, "the right operand")):
-        checks.rank(operand, (2,), what, "FP8 products take matrices")
+        checks.rank(operand, (2,), what, "FP8 matmuls take matrices")
     if left.shape[1] != right.shape[0]:
         raise ValueError(
             f"cannot multiply {list(left.shape)} by {list(right.shape)}: the inner sizes "
