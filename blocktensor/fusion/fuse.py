@@ -113,7 +113,7 @@ def fuse(
 
     Raises:
         TypeError: ``recompute`` is no bool; ``model`` is no module.
-        ValueError: no linear of the model is in FP8.
+        ValueError: no linear layer of the model is in FP8.
     """
     check_module(model, "fuse")
     if not isinstance(recompute, bool):

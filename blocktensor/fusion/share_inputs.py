@@ -106,7 +106,7 @@ def share_inputs(model: nn.Module) -> SharingReport:
 
     Raises:
         TypeError: ``model`` is not a module.
-        ValueError: no linear of the model is converted.
+        ValueError: no linear layer of the model is converted.
     """
     check_module(model, "share_inputs")
     owned = _owned(model)
@@ -128,7 +128,7 @@ def not_converted(model: nn.Module, use: str) -> ValueError:
 
 
 def unshare_inputs(model: nn.Module) -> list[str]:
-    """Undo :func:`share_inputs`: every linear casts its own input again.
+    """Undo :func:`share_inputs`: every linear layer casts its own input again.
 
     Returns:
         The names of the modules whose linear layers shared inputs.

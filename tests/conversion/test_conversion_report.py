@@ -54,7 +54,7 @@ def test_every_matrix_has_a_row() -> None:
         str(convert(every_matrix(), skip_small=False)),
         """\
 parameter                               shape     dtype    share  runs in  why
---------------------------------------  --------  -------  -----  -------  ---------------------------------------------------------------
+--------------------------------------  --------  -------  -----  -------  ---------------------------------------------------------------------
 embed                                   50x64     float32  1.7%   -        embedding
 same                                    50x64     float32  -      -        tied to 'embed'
 bag                                     10x64     float32  0.3%   -        embedding
@@ -62,7 +62,7 @@ layers.*.fc1 (2)                        64x64     float32  4.3%   fp8      train
 layers.*.experts.gate_up_proj (2)       4x128x64  float32  34.5%  -        stack of matrices: in Experts; stacks={...} would name it
 layers.*.experts.down_proj (2)          4x64x64   float32  17.3%  -        stack of matrices: in Experts; stacks={...} would name it
 layers.*.experts.router (2)             4x64      float32  0.3%   -        not the weight of a linear layer: in Experts
-attention.in_proj_weight                192x64    float32  6.5%   -        nn.MultiheadAttention multiplies by it without calling a linear
+attention.in_proj_weight                192x64    float32  6.5%   -        nn.MultiheadAttention multiplies by it without calling a linear layer
 attention.out_proj                      64x64     float32  2.2%   -        nn.MultiheadAttention multiplies by it without calling it
 conv1d                                  64x192    float32  6.5%   fp8      trainable (Conv1D)
 conv                                    64x3x4x4  float32  1.6%   -        convolution
@@ -137,7 +137,8 @@ def test_what_takes_another_recipe_is_not_small() -> None:
 
 
 def test_a_tied_linear_counts_once() -> None:
-    why = "small: linear layers with N K >= 8388608 have 14680064 on average < 16777216 (skip_small)"
+    sizes = "N K >= 8388608 have 14680064 on average < 16777216"
+    why = f"small: linear layers with {sizes} (skip_small)"
     for tied, left in (("large", {"small"}), ("small", {"small", "also"})):
         size = (5120, 4096) if tied == "large" else (4096, 2048)
         model = linears({"large": (5120, 4096), "small": (4096, 2048), "also": size})
@@ -176,7 +177,7 @@ left alone: embedding (1), filter (4), lm head (1)""",
         """\
 no weight of this Sequential is in FP8: stacks={'1': ['gate_up_proj', 'down_proj']}
 names experts that convert does not know. Matrices left alone: embedding (1), stack
-of matrices (2), not the weight of a linear (1)""",
+of matrices (2), not the weight of a linear layer (1)""",
     )
     assert warning(nn.Sequential()).endswith("Matrices left alone: none")
 

@@ -270,7 +270,9 @@ def test_other_products_of_a_prepared_input_are_refused(mesh: DeviceMesh, fp8: b
         torch.compile(model, **EAGERLY)(rows(mesh)[0])
 
 
-@pytest.mark.parametrize("what", ["inputs of tensor parallel linear layers", "tensor parallel linear layers"])
+@pytest.mark.parametrize(
+    "what", ["inputs of tensor parallel linear layers", "tensor parallel linear layers"]
+)
 @on_ranks(2, gpus=())
 def test_ranks_that_disagree(mesh: DeviceMesh, what: str) -> None:
     """They compare while the first forward is traced."""

@@ -228,7 +228,8 @@ def test_ranks_that_disagree(mesh: DeviceMesh, what: str) -> None:
             convert(module, skip_small=False)
         style = ColwiseParallel(input_layouts=Shard(0), use_local_output=is_local)
         parallelize_module(module, mesh, style)
-        with pytest.raises(RuntimeError, match=r"^ranks disagree on tensor parallel linear layers: rank"):
+        text = r"^ranks disagree on tensor parallel linear layers: rank"
+        with pytest.raises(RuntimeError, match=text):
             module(drawn((128, 256), BF16, 1))
     else:
         model = parallel_block(mesh, recipe=None)
