@@ -61,7 +61,7 @@ class Plan:
         records_forward: True if forward may run as one recorded sequence of launches.
         records_backward: True if backward may run as one recorded sequence; it then holds its
             intermediates until it ends.
-        serves_all: True if all eager matmuls of this kind may use this plan.
+        serves_all: True if later eager calls of this kind may use this plan.
     """
 
     def __init__(

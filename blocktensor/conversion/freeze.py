@@ -29,9 +29,9 @@ def freeze(model: nn.Module, *, rounding: Rounding = "nearest", seed: int = 0) -
     """Drop the high-precision masters of a model's FP8 weights: 1 byte a weight, no gradient.
 
     By default forward and dgrad keep their bits, since they read the same cast. After
-    :func:`unfreeze` all masters are FP8 numbers, and changes of less than half a step, for example
-    by a merged adapter, round back. A warning says how much is kept. Other parameters do not
-    change: ``model.requires_grad_(False)`` freezes them.
+    :func:`unfreeze` all masters are FP8 numbers times scales, and changes of less than half a step,
+    for example by a merged adapter, round back. A warning says how much is kept. Other parameters
+    do not change: ``model.requires_grad_(False)`` freezes them.
 
     Args:
         model: any module, with converted weights.
@@ -174,7 +174,7 @@ def _swap_all(model: nn.Module, action: str, swapped: Swapped) -> list[str]:
 
 
 def _check(weight: Matrix, action: str, other: str | None) -> None:
-    """Raise if an FP8 weight cannot be exchanged, or if another kind of module reads it."""
+    """Raise if an FP8 weight cannot be exchanged, or if a module of kind ``other`` reads it."""
     what = f"the weight of {weight.label!r}" if weight.label else "the weight"
     fp8 = fp8_part(weight.parameter)
     is_trained = isinstance(fp8, BlockwiseFP8Weight) and not fp8.is_meta
