@@ -34,7 +34,7 @@ from .reports.predict import tokens_to_gain
 from .text_table import Table, human_bytes
 
 OPTIONAL = ("triton", "safetensors", "numpy", "transformers", "accelerate", "peft", "torchtitan")
-"""Packages that some part works with."""
+"""Packages that parts of the library need."""
 
 VARIABLES = (
     "BLOCKTENSOR_CACHE_DIR",
@@ -49,10 +49,10 @@ VARIABLES = (
 """Environment variables that change what runs."""
 
 MAX_ERROR = 4e-3
-"""The largest relative error against the reference: sums of fp32 in another order, in bf16."""
+"""Largest relative error against the reference: bf16 results of fp32 sums in another order."""
 
 MAX_FP8_ERROR = 0.06
-"""The largest relative error against fp32: a product of two e4m3 operands has 0.04."""
+"""Largest relative error against fp32; a matmul of two e4m3 operands has 0.04."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -120,7 +120,7 @@ def environment_of() -> dict[str, str]:
 
 
 def environment() -> str:
-    """Return versions, devices and variables, a line each."""
+    """Return versions, devices and variables, one line each."""
     found = environment_of()
     width = max(map(len, found))
     return "\n".join(f"{name:<{width}}  {value}" for name, value in found.items())
@@ -145,7 +145,7 @@ def facts(device: torch.device) -> dict[str, Any]:
 
 
 def backends(device: torch.device) -> str:
-    """Return :func:`facts`, a line each."""
+    """Return the lines of :func:`facts`."""
     found = facts(device)
     rows = [
         (x["ops"], x["backend"], "no" if x["why_not"] else "yes", x["why_not"] or "")
@@ -200,7 +200,7 @@ def checked(device: torch.device) -> dict[str, Any]:
     """Run the self-check; return if it holds, and its errors, or the error that it raised."""
     try:
         errors = self_check(device)
-    except Exception as error:  # of any library: the report shows it and goes on
+    except Exception as error:  # an error of any library: show it and go on
         traceback.print_exc()
         return {"holds": False, "error": type(error).__name__}
     return {"holds": _holds(errors), "errors": errors}
@@ -211,11 +211,12 @@ def _said(found: dict[str, Any]) -> str:
 
 
 def self_check(device: torch.device) -> dict[str, tuple[float, float]]:
-    """Run a small FP8 linear, forward and backward, of sizes that are no multiples of a block.
+    """Run a small FP8 linear layer forward and backward, with sizes that are not whole blocks.
 
     Returns:
         For fprop, dgrad and wgrad the relative error against the reference on the CPU, and against
-        products in fp32. Both are norms of differences over norms.
+        matmuls in fp32. Both errors are the norm of the difference over the norm of the expected
+        values.
     """
     generator = torch.Generator().manual_seed(0)
     x, w, grad = (

@@ -1,6 +1,6 @@
-"""Sharded FP8 weights: what travels is e4m3, and every rank computes as one process would.
+"""Shard FP8 weights: ranks exchange e4m3 bytes, and compute the bits of a single process.
 
-``fully_shard`` (FSDP2) gathers FP8 weights as they are. :class:`ColwiseParallel`,
+``fully_shard`` (FSDP2) gathers FP8 weights without further changes. :class:`ColwiseParallel`,
 :class:`RowwiseParallel` and :class:`PrepareModuleInput` are styles for ``parallelize_module``.
 
 Public: the names below. Their modules, ``sharding`` and ``tensor_parallel``, are internal.
@@ -37,7 +37,7 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    """Import styles when they are first used: DTensor would double the time of an import."""
+    """Import styles at their first use: DTensor would double the time of ``import blocktensor``."""
     if name in _STYLES:
         return getattr(import_module(f".tensor_parallel.{_STYLES[name]}", __package__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""Stateless FP8: the same results as a converted model, without subclasses in it."""
+"""FP8 as functions: the same results as a converted model, without tensor subclasses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .autograd.quantize import quantize
 from .ops import checks
 from .ops.producers.ops import ActivationName
 from .overrides import dynamo as _whole_functions
-from .recipe import Recipe, is_recipe
+from .recipe import Recipe, check_recipe
 from .tensor.base import FP8Base
 
 __all__ = [
@@ -75,13 +75,13 @@ def gated_mlp(
     recompute: bool = False,
     recipe: Recipe | None = None,
 ) -> Tensor:
-    """Return ``down(activation(gate(x)) * up(x))`` in FP8, without passes for casts.
+    """Return ``down(activation(gate(x)) * up(x))`` in FP8, without separate kernels for casts.
 
-    x is cast once for gate and up. ``h = activation(gate(x)) * up(x)`` is cast as it is computed,
-    and is never stored in high precision; so are the gradients of gate and up in the backward, from
-    one read of what they depend on. The bits, forward and backward, are those of three
-    :func:`linear` with eager ops between them. With ``Recipe(wgrad_input="high_precision")``, whose
-    weight gradients read high precision, it runs these.
+    x is cast once for gate and up. One kernel computes ``h = activation(gate(x)) * up(x)`` and
+    casts it, so that h is never stored in high precision. In backward, one kernel does the same for
+    the gradients of gate and up. Forward and backward have the same bits as three :func:`linear`
+    with eager ops between them. With ``Recipe(wgrad_input="high_precision")``, whose weight
+    gradients read high precision, it runs these instead.
 
     :func:`blocktensor.fuse` lets the MLPs of a converted model run so.
 
@@ -89,14 +89,15 @@ def gated_mlp(
         x: ``[..., K]`` bf16, fp16 or fp32, or ``blocktensor.quantize(x)``.
         w_gate, w_up: ``[I, K]``, of x's dtype (any, under autocast); or one weight ``[2I, K]`` of
             both, gate first, and None.
-        w_down: ``[N, I]``, alike.
+        w_down: ``[N, I]``, of the same dtype.
         bias_gate, bias_up, bias_down: ``[I]``, ``[I]`` and ``[N]``, or None; without ``w_up``,
             ``[2I]``, None and ``[N]``. Where a bias of gate or up is trained, the gradients of gate
             and up are stored in high precision.
         activation: "silu" or "gelu_tanh".
-        recompute: save no form of h, for any activation, and make one gradient after the other in
-            backward: the least memory, for two more reads.
-        recipe: numeric choices; default ``Recipe()``, or that of the weights.
+        recompute: save no form of h, for any activation, and compute one gradient after the other
+            in backward: this takes the least memory, and two more reads.
+        recipe: numeric choices; default: the recipe of the weights, or ``Recipe()`` if they are
+            plain.
 
     Returns:
         ``[..., N]`` in x's dtype, or autocast's.
@@ -121,17 +122,17 @@ def gated_experts(
     recompute: bool = False,
     recipe: Recipe | None = None,
 ) -> Tensor:
-    """Run :func:`gated_mlp` for a mixture of experts: rows of group e by the MLP of expert e.
+    """Run :func:`gated_mlp` for a mixture of experts: the MLP of expert e on the rows of group e.
 
-    The bits, forward and backward, are those of three :func:`grouped_linear` with eager ops between
-    them. h and the gradients of gate and up take no memory in high precision. Rows of no group,
+    Forward and backward have the same bits as three :func:`grouped_linear` with eager ops between
+    them. h and the gradients of gate and up are never stored in high precision. Rows of no group,
     from ``offs[-1]`` on, are zeros in the output and in the gradient of ``x``.
 
     Args:
         x: ``[T, K]``, sorted by expert, as :func:`grouped_linear` takes it.
         w_gate, w_up: ``[E, I, K]``, of x's dtype (any, under autocast), or transposed stacks; or
             one stack ``[E, 2I, K]`` of both, gate first, and None.
-        w_down: ``[E, N, I]``, alike.
+        w_down: ``[E, N, I]``, of the same dtype.
         offs: int32 ``[E]``, the row after the last of each group.
         activation, recompute, recipe: as in :func:`gated_mlp`.
 
@@ -165,8 +166,8 @@ def linear_cross_entropy(
     Logits and their gradients exist for ``chunk_size`` tokens at a time. The gradients of x, w and
     bias are computed in the forward; backward scales them by the gradient of the loss, which may
     round them once more unless it is 1. The gradient of w is summed over several chunks in an fp32
-    ``[N, K]`` buffer. Second derivatives raise. ``torch.compile`` breaks its graph here; it has the
-    logits of all tokens if it meets this function before any eager call.
+    ``[N, K]`` buffer. Second derivatives raise. ``torch.compile`` breaks its graph here; if it
+    traces this function before any eager call, the logits of all tokens exist.
 
     Under FSDP2, call it where the weight is gathered: in the forward of the module that FSDP2 wraps
     the head with.
@@ -184,7 +185,7 @@ def linear_cross_entropy(
         weight, label_smoothing: of ``F.cross_entropy``; not implemented, only the defaults work.
 
     Returns:
-        The loss, an fp32 scalar. Of no tokens it is 0 as a sum and nan as a mean.
+        The loss, an fp32 scalar. For no tokens the sum is 0 and the mean is nan.
 
     Raises:
         TypeError, ValueError: dtypes, shapes, devices, recipes or options that do not fit together.
@@ -207,11 +208,11 @@ def linear_cross_entropy(
 def _check(
     recipe: object, needed: Mapping[str, object], optional: Mapping[str, object] | None = None
 ) -> None:
-    """Raise TypeError unless all are tensors and a recipe; ``optional`` ones may be None."""
+    """Check that arguments are tensors and a recipe, else TypeError; ``optional`` may be None."""
     for name, x in (*needed.items(), *(optional or {}).items()):
         if x is not None or name in needed:
             checks.tensor(x, name)
-    is_recipe(recipe)
+    check_recipe(recipe)
 
 
 def _gated(
@@ -220,7 +221,7 @@ def _gated(
     biases: tuple[Tensor | None, Tensor | None, Tensor | None],
     *how: Any,
 ) -> Tensor:
-    """Run a gated MLP, of experts with ``offs``; the plan checks ``w_down``.
+    """Run a gated MLP, or experts with ``offs``; the plan checks ``w_down``.
 
     ``how``: offs, activation, recompute and recipe.
     """
@@ -239,7 +240,8 @@ def _gated(
 def _stays_whole(w: Tensor | None, recipe: Recipe | None = None) -> bool:
     """Return True if a matmul with ``w`` must be a torch function while Dynamo traces.
 
-    It looks into others, and would take casts for inputs of its graph, made anew at every guard.
+    Dynamo traces into other functions. It would take the casts of a weight for inputs of its graph,
+    which every guard would compute again.
 
     Raises:
         NotImplementedError: ``recipe`` is not the weight's, and torch functions take none.
@@ -258,15 +260,16 @@ def grouped_linear(
 ) -> Tensor:
     """Multiply the rows of group e by expert ``w[e]`` in blockwise FP8, forward and backward.
 
-    ``y[rows of group e] = x[rows of group e] w[e]ᵀ (+ bias[e])``. The rows of ``x`` belong to
-    groups, one after the other. Groups may have any sizes, which no step reads on the host: a
-    training step does not synchronise, and one CUDA graph serves all sizes. Rows of no group, from
-    ``offs[-1]`` on, are zeros in the output and in the gradient of ``x``, whatever they held.
+    ``y[rows of group e] = x[rows of group e] w[e]ᵀ (+ bias[e])``. Groups are consecutive rows of
+    ``x``. They may have any sizes, which the host never reads: a training step does not
+    synchronise, and one CUDA graph works for all sizes. Rows of no group, from ``offs[-1]`` on, are
+    zeros in the output and in the gradient of ``x``, whatever they held.
 
-    ``F.grouped_mm(x, w.transpose(-2, -1), offs=offs)`` of a converted ``w`` computes the same bits.
+    ``F.grouped_mm(x, w.transpose(-2, -1), offs=offs)`` with a converted ``w`` computes the same
+    bits.
 
     Args:
-        x: ``[T, K]`` bf16, fp16 or fp32, sorted by expert. ``blocktensor.quantize(x)`` serves
+        x: ``[T, K]`` bf16, fp16 or fp32, sorted by expert. ``blocktensor.quantize(x)`` works for
             weights that need no gradient.
         w: ``[E, N, K]``, of x's dtype (any, under autocast); ``w.transpose(1, 2)`` of a stack
             ``[E, K, N]``, at no cost.

@@ -1,4 +1,4 @@
-"""The numeric choices of a model or layer, in one frozen object."""
+"""Define ``Recipe``: the numeric choices of a model or layer, in one frozen object."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ WgradInput = Literal["1x128", "128x128", "high_precision"]
 
 @dataclass(frozen=True)
 class Recipe:
-    """The numeric choices of FP8 casts, and the time for which FP8 forms are kept.
+    """The numeric choices of FP8 casts, and how long FP8 forms are kept.
 
     Args:
-        scale: ``"fp32"``: scale = amax / 448. ``"power_of_two"``: that, rounded up to a power of
-            two (DeepSeek's UE8M0; scales then multiply exactly).
+        scale: ``"fp32"``: scale = amax / 448. ``"power_of_two"``: amax / 448, rounded up to a power
+            of two (DeepSeek's UE8M0; products with such scales are exact).
         cache_weight: how long the FP8 form of a trainable weight is kept. Every forward casts the
-            weight as it is then.
+            current weight.
 
-            - ``"backward"``: from a forward to the last backward that waits for it.
-            - ``False``: not at all; backward casts again.
+            - ``"backward"``: from a forward to the last backward that needs it.
+            - ``False``: not at all; backward casts the weight again.
 
-        wgrad_input: the form of the input that the weight gradient reads, and that is saved for it.
-            Gradients are cast in 1x128 blocks in any case.
+        wgrad_input: the form of the input that forward saves and wgrad reads. Gradients are always
+            cast in 1x128 blocks.
 
-            - ``"128x128"``: FP8 in blocks of 128 tokens by 128 features. The weight gradient then
-              runs at the speed of the forward; its error is that of 1x128 blocks plus at most about
-              3 dB where tokens or features differ in size (docs/guides/recipes.md). Stacks of
-              experts ``[E, K, N]`` read 1x128 blocks all the same, which are faster there.
+            - ``"128x128"``: FP8 in blocks of 128 tokens by 128 features. wgrad then runs as fast as
+              fprop. Its error is up to about 3 dB larger than with 1x128 blocks if tokens or
+              features differ in size (docs/guides/recipes.md). Stacks of experts ``[E, K, N]``
+              still use 1x128 blocks, which are faster there.
             - ``"1x128"``: FP8 in blocks of 128 tokens of one feature.
-            - ``"high_precision"``: the input itself. The weight gradient is then computed in its
-              dtype, and the input takes twice the memory.
+            - ``"high_precision"``: the input itself. wgrad is then computed in its dtype, and the
+              saved input takes twice the memory.
 
-        batch_invariant: compute each row of an output with the same bits, whatever other rows there
-            are. Products of few tokens are then not cut along K, which makes them slower
+        batch_invariant: compute each row of an output with the same bits for any other rows.
+            Matmuls of few tokens are then not split along K, which makes them slower
             (docs/guides/rl.md); with 2,048 tokens or more nothing changes.
 
     Raises:
@@ -64,19 +64,19 @@ class Recipe:
 
     @classmethod
     def deepseek(cls) -> Recipe:
-        """Return DeepSeek-V3's choices: weight gradients read inputs in 1x128 blocks, too.
+        """Return DeepSeek-V3's choices: wgrad reads inputs in 1x128 blocks.
 
-        They are slower than the default's. Losses were equal within 0.01% in four pairs of runs of
-        320M parameters, and within 0.07% in eight of 120M (docs/evidence.md).
+        It is slower than the default. Losses were equal within 0.01% in four pairs of runs of 320M
+        parameters, and within 0.07% in eight of 120M (docs/evidence.md).
         """
         return cls(wgrad_input="1x128")
 
     @classmethod
     def accurate(cls) -> Recipe:
-        """Return the most exact gradients of weights: in high precision, of the input itself."""
+        """Return the recipe with the most exact weight gradients: wgrad in high precision."""
         return cls(wgrad_input="high_precision")
 
-    # Properties, not cached ones, whose lock compilers cannot trace.
+    # Not cached properties: compilers cannot trace their lock.
 
     @property
     def activation_format(self) -> BlockFormat:
@@ -93,7 +93,8 @@ class Recipe:
     def wgrad_input_format_kn(self) -> BlockFormat | None:
         """The format of activations columnwise for stacks of experts ``[E, K, N]``.
 
-        Those compute ``dwᵀ = xᵀ g``, and the Hopper kernel takes no 128x128 blocks on the left.
+        Their wgrad computes ``dwᵀ = xᵀ g``, and the Hopper kernel supports no 128x128 blocks on the
+        left.
         """
         return None if self.wgrad_input_format is None else self.activation_format
 
@@ -104,14 +105,14 @@ class Recipe:
 
     @property
     def power_of_two(self) -> bool:
-        """True where scales are rounded up to powers of two."""
+        """True if scales are rounded up to powers of two."""
         return self.scale == "power_of_two"
 
 
 DEFAULT_RECIPE = Recipe()
 
 
-def is_recipe(recipe: object) -> None:
+def check_recipe(recipe: object) -> None:
     """Check that ``recipe`` is a Recipe or None, else raise TypeError."""
     if recipe is None or isinstance(recipe, Recipe):
         return

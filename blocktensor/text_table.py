@@ -1,4 +1,4 @@
-"""Tables for reports, as plain text and HTML: no dependency, readable in a log file."""
+"""Lay out tables for reports, as plain text and HTML, without dependencies."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 
 class Table(NamedTuple):
-    """A table; ``str`` pads columns to their widest cell and rules the header."""
+    """A table; ``str`` pads columns to their widest cell and underlines the header."""
 
     header: Sequence[str]
     rows: Sequence[Sequence[object]]
@@ -25,7 +25,7 @@ class Table(NamedTuple):
         return "\n".join(lines)
 
     def html(self) -> str:
-        """Return a table without styles, which notebooks add."""
+        """Return the table as HTML, without styles, which notebooks add."""
         head, *body = (
             "<tr>"
             + "".join(f"<{tag}>{escape(str(cell), quote=False)}</{tag}>" for cell in row)
@@ -38,10 +38,10 @@ class Table(NamedTuple):
 
 
 class Report:
-    """Tables and lines of text: for ``print``, for notebooks, and as values for JSON."""
+    """A report of tables and lines of text, for ``print``, notebooks, and JSON."""
 
     def _parts(self) -> Sequence[Table | str]:
-        """Return tables and lines in their order."""
+        """Return the tables and lines of the report, in order."""
         raise NotImplementedError
 
     def __str__(self) -> str:
@@ -57,14 +57,14 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         """Return all figures, not rounded, as values that ``json.dumps`` takes.
 
-        The keys are the names of attributes. Tuples become lists, and dtypes their names.
+        The keys are the names of attributes. Tuples become lists, and dtypes become their names.
         """
         values: dict[str, Any] = _plain(self)
         return values
 
 
 def _plain(value: Any) -> Any:
-    """Return attributes and properties by name; properties that select entries are left out."""
+    """Return attributes and properties by name, without properties that select entries."""
     if value is None or isinstance(value, (str, int, float)):
         return value
     if isinstance(value, tuple):
@@ -89,9 +89,9 @@ def collapse(
     empty name of a model becomes ``(model)``.
 
     Args:
-        rows: a name and other cells.
-        add: column of numbers that rows may differ in, and that are summed.
-        across: join different names too: ``blocks.0.q``, ``blocks.0.up``, ``blocks.1.q`` … become
+        rows: each a name and other cells.
+        add: the index of a column in which rows may differ; its numbers are summed.
+        across: also join different names: ``blocks.0.q``, ``blocks.0.up``, ``blocks.1.q`` … become
             ``blocks.*.{q, up} (4)``.
     """
     groups: dict[tuple[Any, ...], list[tuple[Any, ...]]] = {}
@@ -109,7 +109,7 @@ def collapse(
 
 
 def _names(names: list[str]) -> str:
-    """Return names in few words: one pattern each, those of one parent together."""
+    """Summarize names: one pattern for each kind, and children of one parent together."""
     if len(names) == 1:
         return names[0]
     alike: dict[str, list[str]] = {}
@@ -127,12 +127,12 @@ def _names(names: list[str]) -> str:
 
 
 def pattern(name: str) -> str:
-    """Return the name with ``*`` for every number: equal for layers alike."""
+    """Return the name with ``*`` for every number, so that similar layers are equal."""
     return re.sub(r"\d+", "*", name)
 
 
 def _common(names: list[str]) -> str:
-    """Return names of one pattern as one name, with a ``*`` for each number that differs."""
+    """Join names of one pattern to one name, with ``*`` for each number that differs."""
     parts = zip(*(re.split(r"(\d+)", name) for name in names), strict=True)
     return "".join(part[0] if len(set(part)) == 1 else "*" for part in parts)
 

@@ -1,4 +1,4 @@
-"""What all FP8 functions do: give out results; refuse, free gradients, ask which are wanted."""
+"""Share what all FP8 autograd functions do with their results and incoming gradients."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ class FP8Function(torch.autograd.Function):
     """Base class of functions whose backward is :func:`run_backward`.
 
     From torch 2.13 on, autograd gives up its own references to the incoming gradients of a function
-    whose ``boxed_grads_call`` is True: the memory of one is free once it is cast.
+    whose ``boxed_grads_call`` is True. The function can then free each gradient once it is cast.
     """
 
     boxed_grads_call = True
 
     @staticmethod
     def _compiled_autograd_key(ctx: Any) -> Any:
-        """Switch boxed gradients off, which compiled autograd refuses: it calls this first."""
+        """Switch boxed gradients off: compiled autograd calls this first, and refuses them."""
         FP8Function.boxed_grads_call = False
         return torch.autograd.Function._compiled_autograd_key(ctx)
 
@@ -31,8 +31,8 @@ class FP8Function(torch.autograd.Function):
 def given_out(y: Tensor, shape: Sequence[int]) -> Tensor:
     """Return the output of a function in another shape, with a node of its own for callers' hooks.
 
-    A backward in two halves (zero bubble) begins the second half at the node that weights are
-    inputs of. Hooks on that node run in both halves, and change the gradients of weights twice. So
+    A backward in two halves (zero bubble) begins the second half at the node whose inputs are the
+    weights. Hooks on that node run in both halves, and change the gradients of weights twice. So
     callers get the node of this view, as torch's linear layers give theirs for more than two
     dimensions. It is no view to autograd: callers may modify it in place.
     """
@@ -52,8 +52,8 @@ def run_backward(
         ctx: of the function.
         grads: the arguments of its backward: gradients, or one list of them (torch 2.13).
         gradients: given lists of the saved tensors and of the incoming gradients, which it may
-            remove tensors from, to free them; and which inputs to return the gradients of.
-        is_tensor: whether each input of the forward is a tensor, up to the last of interest.
+            remove tensors from, to free them; and which inputs need a gradient.
+        is_tensor: whether each input of the forward is a tensor, up to the last differentiable one.
 
     Raises:
         NotImplementedError: second derivatives or a batch of gradients are wanted.
@@ -62,7 +62,7 @@ def run_backward(
     del grads
     saved = list(ctx.saved_tensors)  # may run a checkpointed forward, with all its overrides
     if not is_dynamo_compiling():
-        if torch.is_grad_enabled():  # every path of a second derivative begins with such a backward
+        if torch.is_grad_enabled():  # every second derivative begins with such a backward
             raise NotImplementedError(
                 "a backward with create_graph=True through a blockwise FP8 function, whose second "
                 "derivative is not implemented: call it without create_graph, or compute that part "
@@ -71,8 +71,8 @@ def run_backward(
         for grad in incoming:
             if grad is not None and _is_batched(grad):
                 raise NotImplementedError(
-                    "torch.autograd.grad(..., is_grads_batched=True) through an FP8 linear, whose "
-                    "casts take one gradient: call it once for each gradient, with "
+                    "torch.autograd.grad(..., is_grads_batched=True) through an FP8 linear layer, "
+                    "whose casts take one gradient: call it once for each gradient, with "
                     "retain_graph=True"
                 )
         del grad
@@ -82,18 +82,18 @@ def run_backward(
 
 
 def _asked_for(ctx: Any, is_tensor: Sequence[bool]) -> list[bool]:
-    """Return which inputs this run of autograd wants the gradients of.
+    """Return for which inputs this run of autograd wants gradients.
 
     ``ctx.needs_input_grad`` says which gradients might be wanted. ``autograd.grad(y, [x])``,
     ``backward(inputs=[x])`` and each half of a split backward want some of them.
     """
     if is_dynamo_compiling():
         return [*ctx.needs_input_grad[: len(is_tensor)]]
-    nodes = iter(ctx.next_functions)  # of inputs that are tensors
+    nodes = iter(ctx.next_functions)  # edges of inputs that are tensors
     asked = []
     for each in is_tensor:
         node = next(nodes)[0] if each else None
-        if node is None:  # no tensor, or one without a gradient
+        if node is None:  # not a tensor, or one without a gradient
             asked.append(False)
             continue
         try:

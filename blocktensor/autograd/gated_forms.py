@@ -1,7 +1,6 @@
 """Plan a gated MLP, and cast h and gradients in its backward.
 
-The plan holds the plans of the three linear layers and the choices that they share. Backward casts
-h and the gradients of gate and up.
+The plan holds the plans of the three linear layers and the choices that they share.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from .plan import FP8_TYPES, Plan, difference_of, plan_matmul
 from .products import Dense
 
 GATE, UP, DOWN = range(3)
-"""Numbers of the linears. GATE stands for both where one linear makes gate and up."""
+"""Indices of the linear layers. GATE stands for both if one linear layer computes gate and up."""
 
 Formats = tuple[BlockFormat | None, BlockFormat | None]
 """Formats of the rowwise and the columnwise form; None for a form that no matmul reads."""
@@ -38,14 +37,15 @@ class GatedPlan(NamedTuple):
     """The checks and choices of one kind of gated MLP.
 
     Attributes:
-        gate, up, down: its linears; no ``up`` if ``gate`` holds both, gate first.
+        gate, up, down: the plans of its linear layers; no ``up`` if ``gate`` holds both, gate
+            first.
         activation: a name in ``ACTIVATIONS``.
-        recompute: whether to take the least memory.
+        recompute: whether to save memory by computing h again.
         saves_h: False if backward makes the columnwise form of h again, from gate and up.
         one_by_one: True if h or a gradient is needed in high precision, or if one of gate and up is
-            ``[E, N, K]`` and one ``[E, K, N]``, so that the linears run one by one.
+            ``[E, N, K]`` and one ``[E, K, N]``, so that the linear layers run one by one.
         needs_dh: whether the gradient of h will be asked for.
-        x_columnwise: the format of x columnwise; None where no product reads it.
+        x_columnwise: the format of x columnwise; None if no matmul reads it.
         dh_formats: of the gradients of gate and up.
         records_forward, records_backward: True if it may run as one recorded sequence of launches.
     """
@@ -85,7 +85,7 @@ def plan_gated(
 ) -> GatedPlan:
     """Plan a gated MLP; ``weights`` and ``biases`` belong to gate, up and down.
 
-    Without a weight of up, that of gate holds both, gate first.
+    Without a weight of up, the weight of gate holds both, gate first.
 
     Raises:
         TypeError, ValueError: an unknown activation; dtypes, shapes, devices or recipes that do not
@@ -107,7 +107,7 @@ def plan_gated(
     needs_dw = any(plan.needs[1] for plan in firsts)
     dh_formats = (gate.format if gate.needs[0] else None, gate.format if needs_dw else None)
     records = all(plan.records_backward for plan in (*firsts, down))
-    # another read of gate and up takes less time for SiLU than for GELU
+    # SiLU takes less time to compute again from gate and up than GELU
     makes_h = recompute or (offs is None and up is not None and activation == "silu")
     return GatedPlan(
         gate,
@@ -127,17 +127,18 @@ def plan_gated(
 
 
 def features_of_h(w_gate: Tensor, w_up: Tensor | None, bias_up: Tensor | None = None) -> int:
-    """Return the number of features of gate, which is that of up.
+    """Return the number of features of h, which gate and up must both have.
 
     Raises:
-        ValueError: they have not as many each; a bias of up where the weight of gate holds both.
+        ValueError: gate and up have different numbers of features, or there is a bias of up where
+            the weight of gate holds both.
     """
     of_gate: int = w_gate.shape[-2]
     if w_up is None:
         if of_gate % 2:
             raise ValueError(
                 f"w_gate has {of_gate} features and there is no w_up: expected an even number, "
-                f"those of gate and as many of up"
+                f"half for gate and half for up"
             )
         if bias_up is not None:
             raise ValueError("bias_up without w_up: give bias_gate the biases of both, gate first")
@@ -164,12 +165,12 @@ def _check_weights(weights: tuple[Tensor, Tensor | None, Tensor]) -> None:
 
 
 def _like_h(x: Tensor, gate: Plan, features: int, leaf: Tensor | None) -> Tensor:
-    """Return one element expanded to the shape of h, for the plan of down, which reads no values.
+    """Return one element, expanded to the shape of h: the plan of down reads no values.
 
-    ``leaf``: a tensor that needs a gradient of h, if there is one.
+    ``leaf``: a tensor whose gradient depends on the gradient of h, if there is one.
     """
     one: Any = torch.empty((1,), dtype=gate.out_dtype, device=x.device)
-    if leaf is not None and is_dynamo_compiling():  # torch 2.11's follows no requires_grad_()
+    if leaf is not None and is_dynamo_compiling():  # in torch 2.11, not after requires_grad_()
         one = one + leaf.sum().to(one.dtype)
     h: Tensor = one.expand((*x.shape[:-1], features))
     return h if is_dynamo_compiling() else h.requires_grad_(leaf is not None)
@@ -187,14 +188,14 @@ def forms_in_backward(
     needs_dbias: Sequence[bool],
     dbiases: list[Tensor | None],
 ) -> Iterator[tuple[int, Forms]]:
-    """Yield the numbers and forms of what weight and input gradients read, in order.
+    """Yield the index of a linear layer and the forms that its dgrad and wgrad read, in order.
 
-    h, which the weight gradient of DOWN reads, is the first if needed. Sums of the gradients of
-    gate and up, if needed, go to ``dbiases``.
+    The first are the forms of h, if the wgrad of DOWN needs them. Sums of the gradients of gate and
+    up go to ``dbiases``, if a bias needs them.
 
     Args:
         sources: data and scale of h, if saved; gate and up, or both in one and None; the gradient
-            of h, if there is one. Each leaves the list when it is read for the last time.
+            of h, if there is one. Each is removed from the list at its last read.
         formats: of the gradients of gate and up.
     """
     data, scale = sources[:2]
@@ -243,7 +244,7 @@ def _gradients_of_h(
             made = [product.forms(grad, *formats) for grad in both]
         del both, grad
     elif plan.recompute or (plan.saves_h and _is_large(plan, gate, offs)):
-        # less memory at once, for another read of dh and gate
+        # needs less memory at once, and one more read of dh and gate
         made = [gated_backward(dh, gate, up, activation, *formats, offs, False)[0]]
         del up
         yield GATE, made.pop()
@@ -259,8 +260,8 @@ def _gradients_of_h(
 
 
 def _is_large(plan: GatedPlan, gate: Tensor, offs: Tensor | None) -> bool:
-    # A compiler cannot compare sizes; of rows in groups, no kernel makes both gradients in much
-    # less time than one after the other.
+    # A compiler cannot compare sizes. For rows in groups, a kernel for both gradients is not much
+    # faster than one after the other.
     return offs is not None if plan.tracing else gate.numel() * gate.itemsize >= plans.LARGE_BYTES
 
 

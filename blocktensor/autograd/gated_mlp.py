@@ -10,8 +10,9 @@
             dx       = dgate · wg + dup · wu
     wgrad   dwd, dwg, dwu                  of the columnwise forms made on the way
 
-The bits are those of three linears with eager ops between them. Saved for backward: the columnwise
-forms of x and of h (the latter may be made again), gate, up, and the weights as in ``linear.py``.
+Results have the same bits as three linear layers with eager ops between them. Saved for backward:
+the columnwise forms of x and of h (h may be computed again), gate, up, and the weights as in
+``linear.py``.
 """
 
 from __future__ import annotations
@@ -72,11 +73,11 @@ def gated_mlp(
         if plan is None or plan.one_by_one:
             linears = linears_by(linear, grouped_linear, offs, recipe)
             return one_by_one(linears, x, weights, biases, activation)
-        # Each linear has an edge to x of its own, in the order in which their backwards would run:
-        # so gradients are summed as without this function, also with those of other uses of x.
+        # Each linear layer has its own edge to x, in the order in which their backwards would run.
+        # So all gradients of x are summed in the same order as without this function.
         again: Tensor | None = None
         if weights[1] is not None:
-            again = x.view(x.shape) if is_dynamo_compiling() else x  # which takes no tensor twice
+            again = x.view(x.shape) if is_dynamo_compiling() else x  # autograd takes none twice
         apply = _GatedMLP.apply if plan.tracing else _apply_eagerly
         y: Tensor = apply(x, again, *weights, *biases, offs, plan)
         return given_out(y, (*x.shape[:-1], y.shape[1]))
@@ -85,7 +86,7 @@ def gated_mlp(
 def linears_by(
     linear: Any, grouped_linear: Any, offs: Tensor | None, recipe: Recipe | None
 ) -> Callable[..., Sequence[Tensor]]:
-    """Return the ``linears`` of :func:`one_by_one` that these functions compute."""
+    """Return the ``linears`` argument of :func:`one_by_one` that runs these functions."""
 
     def linears(x: Tensor, ws: Sequence[Tensor], bs: Sequence[Tensor | None]) -> Sequence[Tensor]:
         if offs is not None:
@@ -172,7 +173,7 @@ def _fprop(
     offs: Tensor | None,
     plan: GatedPlan,
 ) -> tuple[Tensor, Quantized | None, Quantized | None, Tensor | None, Tensor | None]:
-    """Return y, and what backward reads of the columnwise forms of x and h, and of gate and up.
+    """Return y, the columnwise forms of x and h, gate and up, as far as backward reads them.
 
     ``read(i)`` returns the rowwise form of a weight.
     """
@@ -193,7 +194,7 @@ def _fprop(
 
 @sequence
 def _cast_and_fprop(x: Tensor, *others: Any) -> tuple[Any, ...]:
-    """Return :func:`_fprop` of the casts of masters, and the columnwise forms of the weights.
+    """Cast the masters and run :func:`_fprop`; return also the columnwise forms of the weights.
 
     ``others``: the masters of gate, up and down, their biases, offs and the plan.
     """
@@ -209,7 +210,7 @@ def _cast_and_fprop(x: Tensor, *others: Any) -> tuple[Any, ...]:
 
 @sequence
 def _of_forms(grad: Tensor, *others: Any) -> Gradients:
-    """Return the gradients of x and of all weights, by :func:`_op_by_op`.
+    """Return the gradients of x and of all weights, from saved forms.
 
     ``others``: the columnwise forms of x and h, gate, up, the columnwise forms of the weights,
     offs, which gradients are asked for, and the plan.
@@ -242,7 +243,7 @@ def _gradients(ctx: Any, saved: list[Any], grads: list[Any], asked: list[bool]) 
 
 
 def _may_repeat(ctx: Any, weights: list[Any], grad: Tensor | None, asked: list[bool]) -> bool:
-    """Return True if the backward wants all gradients but those of biases, and may be recorded."""
+    """Return True if the backward may be recorded and wants all gradients except of biases."""
     return (
         ctx.plan.records_backward
         and grad is not None
@@ -253,7 +254,7 @@ def _may_repeat(ctx: Any, weights: list[Any], grad: Tensor | None, asked: list[b
 
 
 def _op_by_op(ctx: Any, saved: list[Any], grads: list[Any], asked: list[bool]) -> Gradients:
-    """Return the gradients that are asked for; free each tensor once it is read."""
+    """Return the gradients that are asked for; free each tensor after its last read."""
     plan: GatedPlan = ctx.plan
     grad: Tensor | None = grads.pop()
     of_down: SavedWeight = ctx.reads[2]
@@ -327,7 +328,7 @@ def _op_by_op(ctx: Any, saved: list[Any], grads: list[Any], asked: list[bool]) -
 
 
 def _columnwise_inputs(plan: GatedPlan, data: Any, scale: Any) -> list[Quantized]:
-    """Return the columnwise form of x once for each wgrad: the last one that reads it frees it."""
+    """Yield the columnwise form of x once for each wgrad, and free it after the last."""
     if data is None:
         return []
     assert plan.x_columnwise is not None
@@ -335,7 +336,7 @@ def _columnwise_inputs(plan: GatedPlan, data: Any, scale: Any) -> list[Quantized
 
 
 def _held_dh(ctx: Any, grad: Tensor | None) -> Tensor | None:
-    """Return the gradient of h that the input half computed from this very gradient, once.
+    """Return, once, the gradient of h that the input half of a split backward has computed.
 
     Plain autograd keeps the gradients of gate and up, which are larger, between the halves.
     """

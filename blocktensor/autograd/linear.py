@@ -47,7 +47,7 @@ def linear(
 
 
 def linear_override(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Run ``F.linear``: a layer's matmul, unless its input is a weight too."""
+    """Run ``F.linear`` in FP8, unless its input is a weight too."""
     if isinstance(input, MasterBase) and is_arithmetic((input, weight)):
         return F.linear(readable(input), readable(weight), readable(bias))
     return linear(input, weight, bias)
@@ -100,9 +100,9 @@ def _as_input(x: Tensor) -> Tensor:
 
 
 def refuse_prepared(x: BlockwiseFP8Tensor) -> None:
-    """Refuse an input that was prepared for tensor parallel linears, in any other linear.
+    """Refuse an input that was prepared for tensor parallel linear layers, in another layer.
 
-    A replicated linear would add its gradient once for each rank.
+    A replicated linear layer would add its gradient once for each rank.
 
     Raises:
         NotImplementedError: ``PrepareModuleInput`` has cast the input.
@@ -110,15 +110,15 @@ def refuse_prepared(x: BlockwiseFP8Tensor) -> None:
     if x.prepared is not None:
         raise NotImplementedError(
             f"an input {list(x.shape)} that PrepareModuleInput of blocktensor.distributed has cast "
-            f"reached a product that is not one of ColwiseParallel: apply ColwiseParallel of "
-            f"blocktensor.distributed to every linear that reads it, or prepare it with "
+            f"reached a matmul of a layer without ColwiseParallel: apply ColwiseParallel of "
+            f"blocktensor.distributed to every linear layer that reads it, or prepare it with "
             f"torch.distributed.tensor.parallel.PrepareModuleInput"
         )
 
 
 def _caster(offs: Tensor | None) -> Callable[[Plan, Tensor], tuple[Tensor, ...]]:
     def cast(plan: Plan, x: Tensor) -> tuple[Tensor, ...]:
-        """Return data and scale of the rowwise form of x and, if wgrad reads it, the columnwise."""
+        """Return data and scale of both forms of x; the columnwise one only if wgrad reads it."""
         row, col = product_of(offs, x).forms(x, plan.format, plan.x_columnwise)
         assert row is not None
         return *row[:2], *(() if col is None else col[:2])
@@ -127,12 +127,12 @@ def _caster(offs: Tensor | None) -> Callable[[Plan, Tensor], tuple[Tensor, ...]]
 
 
 def has_no_experts(x: Tensor, w: Tensor, offs: Tensor) -> bool:
-    """Return True if ``x[T, K]`` meets a stack ``[0, N, K]``, and ``offs`` ends no group."""
+    """Return True if ``x[T, K]`` is multiplied by a stack of no experts, ``[0, N, K]``."""
     return (x.ndim, w.ndim, *w.shape[:1], *offs.shape) == (2, 3, 0, 0) and x.shape[1] == w.shape[2]
 
 
 def _of_no_experts(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
-    """Return zeros ``[T, N]``, as a rank gets that has no experts.
+    """Return zeros ``[T, N]``, the output of a rank that has no experts.
 
     Gradients are zeros, not None: all ranks clip and step the same parameters.
     """
@@ -145,7 +145,7 @@ def _of_no_experts(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class FP8Linear(FP8Function):
-    """The autograd function of every matmul: ``product`` computes it, else :func:`product_of`."""
+    """The autograd function of every matmul, which ``product`` or :func:`product_of` computes."""
 
     @staticmethod
     def forward(
@@ -188,7 +188,7 @@ class FP8Linear(FP8Function):
 
 
 def _given(x: Tensor, cast: tuple[Tensor, ...], plan: Plan) -> tuple[Quantized, Saved]:
-    """Return the rowwise form of x and what to save of x, from data and scales of its forms."""
+    """Return the rowwise form of x and the tensors of x to save, given its data and scales."""
     columnwise = plan.x_columnwise
     x_col = None if columnwise is None else Quantized(cast[2], cast[3], columnwise)
     return Quantized(cast[0], cast[1], plan.format), saved_of(x, x_col, plan)
@@ -205,7 +205,8 @@ def _fprop(
 ) -> tuple[Tensor, Quantized | None, Quantized | None]:
     """Return ``y = x wᵀ (+ bias)``, and the columnwise forms of x and w that are cast here.
 
-    ``x_row``: the rowwise form of x, if it is cast already. ``w``: a rowwise form, or a master.
+    ``x_row``: the rowwise form of x, if x is cast already. ``w``: a rowwise form, or a master to
+    cast.
     """
     product, x_col, w_col = product_of(offs, x), None, None
     if isinstance(w, Tensor):
@@ -227,7 +228,7 @@ def _dgrad_and_wgrad(
 
 
 def _gradients(ctx: Any, saved: Sequence[Tensor], grads: list[Any], asked: list[bool]) -> Gradients:
-    """Return the gradients of the arguments of :meth:`FP8Linear.forward`."""
+    """Return a gradient for each argument of :meth:`FP8Linear.forward`."""
     plan: Plan = ctx.plan
     read: SavedWeight = ctx.weight
     grad: Tensor | None = grads.pop()
@@ -254,7 +255,7 @@ def _gradients(ctx: Any, saved: Sequence[Tensor], grads: list[Any], asked: list[
         dx, dw = _dgrad_and_wgrad(grad, x, w_col, offs, plan)
         return product.finish(dx, dbias, plan)[0], dw, dbias, *rest
     g_row, g = product.grad_forms(grad, plan, needs_dx, needs_dw)
-    del grad  # its forms are enough
+    del grad  # only its forms are needed
     w_col = read.columnwise(weight, needs_dx)
     if needs_dx:
         assert w_col is not None

@@ -1,15 +1,15 @@
-"""The loss of an FP8 head in chunks of tokens, so that the logits of all never exist at once.
+"""Compute the loss of an FP8 head in chunks of tokens, without the logits of all tokens at once.
 
-The gradients are computed in the forward, chunk by chunk, beside the loss: backward only scales
-them. The logits of a chunk are rounded to the dtype of the linear, as a head rounds them, and then
-taken in fp32. Chunks are whole blocks of tokens, so that every cast, and with it the loss of a
-token and the gradient of x, has the bits of ``F.cross_entropy(linear(x, w).float(), target)``.
-On a GPU a kernel writes the gradient of logits over them, equal up to the order of fp32 sums.
-Weight gradients are summed in fp32 and rounded once.
+The forward computes the gradients with the loss, chunk by chunk; backward only scales them. The
+logits of a chunk are rounded to the dtype of the linear, as a head rounds them, and then taken in
+fp32. Chunks are whole blocks of tokens, so that every cast has the same bits as without chunks. So
+have the loss of a token and the gradient of x, compared with
+``F.cross_entropy(linear(x, w).float(), target)``. On a GPU a kernel writes the gradient of logits
+over them, equal up to the order of fp32 sums. Weight gradients are summed in fp32 and rounded once.
 
-fp16 has no numbers for gradients of a mean over many tokens and words, and a loss scale multiplies
-them too late, in backward. There the gradients of a chunk are made larger by a power of two, and
-all that backward scales is kept in fp32.
+Gradients of a mean over many tokens and words are too small for fp16, and a loss scale multiplies
+them too late, in backward. So with fp16 the gradients of a chunk are multiplied by a power of two,
+and backward keeps what it scales in fp32.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ class CrossEntropy(NamedTuple):
     ignore_index: int
 
     def total(self, target: Tensor) -> Tensor | None:
-        """Return the divisor of the sum of losses; None for a sum."""
+        """Return what the sum of losses is divided by; None for ``reduction="sum"``."""
         return None if self.reduction == "sum" else (target != self.ignore_index).sum()
 
     def unit(self, total: Tensor | None, like: Tensor) -> Tensor:
-        """Return the power of two that makes gradients of logits fill the range of fp16.
+        """Return the power of two that scales gradients of logits to the range of fp16.
 
         Args:
             total: what the sum of losses is divided by.
@@ -60,7 +60,7 @@ class CrossEntropy(NamedTuple):
         return exponent.nan_to_num(0, 0, 0).clamp(-100, 100).exp2()
 
     def loss_and_gradient_(self, logits: Tensor, target: Tensor, total: Tensor | None) -> Tensor:
-        """Return :meth:`of`, and write its gradient over the logits."""
+        """Return the share of a chunk in the loss, and write its gradient over the logits."""
         return ops.loss_and_gradient_(logits, target, total, self.ignore_index)
 
     def of(self, logits: Tensor, target: Tensor, total: Tensor | None) -> Tensor:
@@ -157,7 +157,7 @@ class _LinearCrossEntropy(FP8Function):
             unit = loss.unit(total, x)
             divisor = 1 / unit if total is None else total / unit
         dx_dtype = plan.x_dtype if unit is None else torch.float32
-        # the gradient of a single chunk is rounded once, by its product
+        # the matmul rounds the gradient of a single chunk, once
         sum_dtype = plan.w_dtype if len(x) <= rows and unit is None else torch.float32
         dx = torch.empty_like(x, dtype=dx_dtype) if needs_dx else None
         dw = None
@@ -187,8 +187,8 @@ class _LinearCrossEntropy(FP8Function):
             del g_row
             if needs_dw:
                 dw = _sum_wgrad(dw, grad, tokens, g_col, x_col, sum_dtype)
-            del grad, g_col, x_row, x_col  # or the next chunk would be made beside them
-        if needs_dw and dw is None:  # of no tokens
+            del grad, g_col, x_row, x_col  # else they would outlive this chunk
+        if needs_dw and dw is None:  # there are no tokens
             dw = _zeros(w.shape, x)
         if dw is not None and unit is None:
             dw = dw.to(plan.w_dtype)
@@ -238,7 +238,7 @@ def _sum_wgrad(
     x_col: Quantized | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return ``dw`` of this chunk and those before: in fp32, or in ``dtype`` for the first."""
+    """Return ``dw`` of the chunks so far: in fp32, or in ``dtype`` if this is the first."""
     if x_col is None:  # Recipe(wgrad_input="high_precision")
         assert grad is not None
         made = wgrad_in_high_precision(grad, x, dtype)

@@ -1,6 +1,6 @@
 """The checks and choices of a matmul, made once for all calls of a kind.
 
-They depend on shapes, strides, alignment, dtypes, devices, autocast and grad mode, never on values.
+They depend on shapes, strides, alignment, dtypes, devices, autocast and grad mode, not on values.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ LARGE_BYTES = 64 << 20
 
 
 RECORDED_DEVICES = ("cuda",)
-"""Where matmuls are launches of Triton kernels, which are recorded and repeated."""
+"""Devices on which matmuls launch Triton kernels, which are recorded and repeated."""
 
 
 class Plan:
-    """The checks and choices of one kind of linear or grouped linear.
+    """The checks and choices of one kind of linear layer or grouped linear layer.
 
     Attributes:
         format: of the output's gradient, and of x rowwise.
@@ -52,15 +52,16 @@ class Plan:
         casts_x: True if autocast changes the dtype of x.
         needs: whether gradients of x and of w may be wanted.
         tracing: True while a compiler traces.
-        x_shape: of the input; in groups, with the rows that its casts add.
+        x_shape: of the input; for rows in groups, with the rows that casts add.
         x_dtype, w_dtype, bias_dtype: of the operands; None without a bias.
         are_tensors: which of x, w, the bias and ``offs`` are tensors.
-        casts_weight: True if the recorded forward casts the weight, too.
+        casts_weight: True if the recorded forward also casts the weight.
         w_is_transposed: True if a stack ``[E, N, K]`` lies in memory as ``[E, K, N]``; its gradient
-            is then computed so, and needs no copy.
+            is then computed as ``[E, K, N]`` too, which needs no copy.
         records_forward: True if forward may run as one recorded sequence of launches.
-        records_backward: True if backward may; it then holds its intermediates until it ends.
-        serves_all: True if it serves all matmuls of its kind in eager mode, without modes.
+        records_backward: True if backward may run as one recorded sequence; it then holds its
+            intermediates until it ends.
+        serves_all: True if later eager calls of this kind may use this plan.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class Plan:
         self.out_dtype = out_dtype = _checked_output_dtype(x, w, bias, recipe, offs)
         is_cast = isinstance(x, BlockwiseFP8Tensor)
         self.format, self.weight_format = recipe.activation_format, recipe.weight_format
-        # as autocast does for every linear; 16-bit casts are also faster
+        # as autocast does for every linear layer; 16-bit casts are also faster
         self.casts_x = x.dtype != out_dtype and not is_cast
         has_graph = torch.is_grad_enabled()
         self.needs = needs_dx, needs_dw = (
@@ -101,7 +102,7 @@ class Plan:
             self.format if needs_dw and not self.saves_x else None,
         )
         self.tracing = (
-            is_compiling()  # functorch is refused before
+            is_compiling()  # functorch was refused earlier
             or type(inner(x)) not in PLAIN
             or type(inner(w)) not in PLAIN
         )
@@ -128,7 +129,7 @@ class Plan:
 def plan_matmul(
     x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe | None, offs: Tensor | None = None
 ) -> Plan:
-    """Return how ``linear(x, w, bias, recipe=recipe)`` runs; with ``offs``, the grouped linear.
+    """Return the plan of ``linear(x, w, bias)`` or, with ``offs``, of ``grouped_linear``.
 
     Raises:
         TypeError, ValueError: dtypes, shapes, devices or recipes that do not fit together.
@@ -149,10 +150,11 @@ _PLANS = Decisions[Plan]()
 def _key(
     x: Tensor, w: Tensor, bias: Tensor | None, recipe: Recipe | None, offs: Tensor | None
 ) -> Hashable | None:
-    """Return all that the plan of eager calls depends on; None where each call makes its own.
+    """Return all that the plan of an eager call depends on; None if each call needs its own plan.
 
-    A plan reads no strides, but for those of a stack, and no addresses: what runs by it has keys of
-    its own (:func:`~..ops.runtime.specialize.key_of`). The checking mode compares plans.
+    A plan depends on no addresses, and on no strides except of a stack. Recorded launches, which
+    do, have their own keys (:func:`~..ops.runtime.specialize.key_of`). ``check_recordings.py``
+    compares plans.
 
     Raises:
         NotImplementedError: nested tensors, ``torch.jit.trace`` and ``torch.func``.
@@ -203,23 +205,24 @@ def _key(
 def _refuse_surroundings(x: Tensor) -> None:
     if x.is_nested:
         raise NotImplementedError(
-            "an FP8 linear of a nested tensor: call it on .values() of a jagged tensor, or on a "
-            "padded one"
+            "an FP8 linear layer of a nested tensor: call it on .values() of a jagged tensor, or "
+            "on a padded one"
         )
     if torch._C._is_tracing():
         raise NotImplementedError(
-            "torch.jit.trace of an FP8 linear: freeze the model and use torch.export, or use "
+            "torch.jit.trace of an FP8 linear layer: freeze the model and use torch.export, or use "
             "torch.compile"
         )
     if torch._C._are_functorch_transforms_active():
         raise NotImplementedError(
-            "an FP8 linear under torch.func (grad, vmap, jvp, jacrev, ...), which has no rule for "
-            "it: use torch.autograd, or leave these modules unconverted (convert(..., skip=[...]))"
+            "an FP8 linear layer under torch.func (grad, vmap, jvp, jacrev, ...), which has no "
+            "rule for it: use torch.autograd, or leave these modules unconverted "
+            "(convert(..., skip=[...]))"
         )
 
 
 def recipe_of(x: Tensor, w: Tensor, recipe: Recipe | None) -> Recipe:
-    """Return the recipe of a linear: the given one, or that of the operand that has one."""
+    """Return the given recipe, or else the recipe of the operand that has one."""
     if recipe is not None:
         return recipe
     known = w if isinstance(w, FP8_TYPES) else x
@@ -227,7 +230,7 @@ def recipe_of(x: Tensor, w: Tensor, recipe: Recipe | None) -> Recipe:
 
 
 def difference_of(recipes: Sequence[Recipe]) -> str:
-    """Return the first setting of casts in which recipes differ, with the values; else nothing."""
+    """Return the first setting of casts that differs between recipes, with its values."""
     for setting in ("scale", "wgrad_input"):
         values = dict.fromkeys([getattr(recipe, setting) for recipe in recipes])
         if len(values) > 1:
@@ -236,9 +239,9 @@ def difference_of(recipes: Sequence[Recipe]) -> str:
 
 
 def inner(x: Any) -> Tensor:
-    """Return a tensor that ``x`` is made of, whose type tells if it has memory."""
+    """Return an inner tensor of ``x``: its type tells if ``x`` has memory."""
     if type(x) is BlockwiseFP8Weight:
-        if is_compiling() or "master" not in x.__dict__:  # a late copy has none
+        if is_compiling() or "master" not in x.__dict__:  # a late copy has no inner tensor yet
             return x._cast_from
         return x.master
     if isinstance(x, BlockwiseFP8Tensor):
@@ -248,7 +251,7 @@ def inner(x: Any) -> Tensor:
 
 
 def _shape_in_steps(x: Tensor) -> Sequence[int]:
-    """Return the shape of the rowwise cast of ``x[T, K]`` in groups."""
+    """Return the shape of the rowwise cast of ``x[T, K]`` in groups, whose rows are rounded up."""
     if x.ndim != 2 or isinstance(x, BlockwiseFP8Tensor):
         return x.shape
     return group_rows(x.shape[0]), x.shape[1]
@@ -260,9 +263,9 @@ def _is_small(x_shape: Sequence[int], w: Tensor) -> bool:
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """Return the dtype that autocast gives ``x``; None where it is off."""
+    """Return the dtype to which autocast casts ``x``; None if autocast is off."""
     kind = x.device.type
-    if kind != "meta" and torch.is_autocast_enabled(kind):  # which raises for meta
+    if kind != "meta" and torch.is_autocast_enabled(kind):  # is_autocast_enabled raises for meta
         return torch.get_autocast_dtype(kind)
     return None
 
@@ -281,8 +284,8 @@ def _checked_output_dtype(
     if isinstance(x, BlockwiseFP8Tensor) and torch.is_grad_enabled() and w.requires_grad:
         if offs is not None:
             raise ValueError(
-                "the input of a grouped FP8 linear is FP8 already, and its columnwise blocks, "
-                "which the gradient of the weight needs, ignore the groups: pass the "
+                "the input of a grouped FP8 linear layer is FP8 already, and its columnwise "
+                "blocks, which the gradient of the weight needs, ignore the groups: pass the "
                 "high-precision tensor; share_inputs(model) casts it once for several weights"
             )
         _check_wgrad_input(x, recipe)
@@ -300,17 +303,18 @@ def _checked_output_dtype(
 
 
 def _refuse_export(w: Tensor) -> None:
-    """Refuse a weight of an exported program, which would have no gradient of it.
+    """Refuse a weight in ``torch.export``: the exported program would give it no gradient.
 
     Raises:
-        NotImplementedError: it wants a gradient, and gradients are recorded.
+        NotImplementedError: the weight requires a gradient, and gradients are recorded.
     """
-    # the flag: torch 2.11 takes is_exporting() for True in whatever it compiles
+    # the flag itself: in torch 2.11 is_exporting() is True in all compiled code
     if torch.compiler._is_exporting_flag and torch.is_grad_enabled() and w.requires_grad:
         raise NotImplementedError(
-            f"torch.export of an FP8 linear whose weight {list(w.shape)} is trained: the program "
-            f"would have no gradient of it. Call blocktensor.freeze(model) before, or export under "
-            f"torch.no_grad() a program that casts the weights of every call and is not trained"
+            f"torch.export of an FP8 linear layer whose weight {list(w.shape)} is trained: the "
+            f"program would have no gradient of it. Call blocktensor.freeze(model) before, or "
+            f"export under torch.no_grad() a program that casts the weights of every call and is "
+            f"not trained"
         )
 
 
@@ -318,15 +322,15 @@ def _check_blocks(x: Tensor, w: Tensor, recipe: Recipe) -> None:
     expected = recipe.activation_format.block_shape
     if isinstance(x, BlockwiseFP8Tensor) and x.rowwise_format.block_shape != expected:
         raise ValueError(
-            f"the input of an FP8 linear has blocks of {x.rowwise_format.block_shape}: expected "
-            f"{expected}; blocktensor.quantize(x) makes them"
+            f"the input of an FP8 linear layer has blocks of {x.rowwise_format.block_shape}: "
+            f"expected {expected}; blocktensor.quantize(x) makes them"
         )
     formats = [t.format for t in (x, w) if isinstance(t, FP8_TYPES)]
     for format in formats:
         check_same_scaling(recipe.activation_format, format)
     if w.ndim == 3 and isinstance(w, BlockwiseFP8Tensor) and not w.format.transposes:
         raise ValueError(
-            f"the weight of a grouped FP8 linear has blocks of {w.block_shape}: expected "
+            f"the weight of a grouped FP8 linear layer has blocks of {w.block_shape}: expected "
             f"{recipe.weight_format.block_shape}"
         )
 

@@ -1,4 +1,4 @@
-"""The forms, fprop, dgrad and wgrad of each kind of matmul.
+"""Define the forms, fprop, dgrad and wgrad of each kind of matmul.
 
 ::
 
@@ -9,8 +9,8 @@
     Grouped   the same for rows of group e of x and g, and expert w[e]
 
 ``Recipe(wgrad_input=...)`` chooses the blocks of x columnwise; with ``"high_precision"`` wgrad
-reads x and g themselves. ``tensor_parallel/products.py`` has the matmuls of several
-ranks.
+reads x and g themselves. ``tensor_parallel/products.py`` has the matmuls whose weight several ranks
+share.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from .plan import Plan
 from .saved_weight import WeightRead, read_weight
 
 Saved: TypeAlias = tuple[Tensor | None, Tensor | None]
-"""Tensors saved of x for wgrad: columnwise data and scale, or x and None, or twice None."""
+"""What is saved of x for wgrad: columnwise data and scale, or x and None, or None and None."""
 
 
 class Dense:
-    """All rows of ``x[..., K]`` meet the weight ``w[N, K]``; the base of other kinds.
+    """The matmul of ``x[..., K]`` and one weight ``w[N, K]``; the base of other kinds.
 
-    A linear calls these methods in the order in which they stand here.
+    A linear layer calls these methods in this order.
     """
 
     offs: Any = None
@@ -59,7 +59,7 @@ class Dense:
         return gemm(x, w, bias, plan.out_dtype, plan.batch_invariant)
 
     def output_shape(self, shape: Sequence[int]) -> Sequence[int]:
-        """Return the shape of y, but for its last dimension, of an x of ``shape``."""
+        """Return the shape of y without its last dimension, for an x of ``shape``."""
         return shape
 
     def dbias(self, grad: Tensor, plan: Plan) -> Any:
@@ -93,7 +93,7 @@ class Dense:
         for side, held, format in zip(("row", "column"), x.formats, wanted, strict=True):
             if format is not None and held.block_shape != format.block_shape:
                 raise ValueError(
-                    f"a {side}wise form in {held.name} blocks where an FP8 linear reads "
+                    f"a {side}wise form in {held.name} blocks where an FP8 linear layer reads "
                     f"{format.name}: pass the tensor in high precision, or cast gradients with "
                     f"blocktensor.quantize(grad, Recipe.deepseek())"
                 )
@@ -122,15 +122,15 @@ def saved_of(x: Tensor, x_col: Quantized | None, plan: Plan) -> Saved:
 
 
 class Grouped(Dense):
-    """Rows of group e of ``x[T, K]`` meet the expert ``w[e]`` of a stack ``[E, N, K]``.
+    """The matmuls of the rows of group e of ``x[T, K]`` and the expert ``w[e]`` of ``[E, N, K]``.
 
-    Groups are rows one after the other that end at ``offs`` ``[E]``, on the device; nothing here
-    reads it on the host. Columnwise blocks of x and g begin anew in every group. Rows of no group,
-    from ``offs[-1]`` on, are zeros in y and dx, and reach nothing whatever they hold.
+    Groups are consecutive rows that end at ``offs`` ``[E]``, on the device; nothing here reads it
+    on the host. Columnwise blocks of x and g begin anew in every group. Rows of no group, from
+    ``offs[-1]`` on, are zeros in y and dx; their values in x and g are not used.
     """
 
     def __init__(self, offs: Tensor, tokens: int) -> None:
-        """Multiply groups of ``tokens`` rows that end at ``offs``, int32 ``[E]``."""
+        """Describe groups that end at ``offs``, int32 ``[E]``, of ``tokens`` rows in all."""
         self.offs, self.tokens = offs, tokens
 
     def forms(
@@ -140,7 +140,7 @@ class Grouped(Dense):
         if isinstance(x, BlockwiseFP8Tensor):
             if columnwise:
                 raise NotImplementedError(
-                    "a gradient of a grouped FP8 linear that is FP8 already: its columnwise "
+                    "a gradient of a grouped FP8 linear layer that is FP8 already: its columnwise "
                     "blocks, which the gradient of the weight needs, ignore the groups; pass it in "
                     "high precision (.dequantize())"
                 )
@@ -174,7 +174,7 @@ DENSE = Dense()
 
 
 def product_of(offs: Tensor | None, rows: Tensor | None) -> Dense:
-    """Return the matmul of ``rows`` in groups that end at ``offs``, or of rows of no groups."""
+    """Return the grouped matmul of ``rows`` rows if there are ``offs``, else the dense one."""
     return DENSE if offs is None or rows is None else Grouped(offs, rows.shape[0])
 
 
@@ -217,7 +217,7 @@ def grouped_wgrad_in_high_precision(
 ) -> Tensor:
     """Return ``dw[E, N, K]``, :func:`wgrad_in_high_precision` of the rows of each group.
 
-    Rounded to the dtype of ``grad`` first. bf16 does not synchronise with the host.
+    Each is rounded to the dtype of ``grad`` first. bf16 does not synchronise with the host.
     """
     grad = _plain(grad)
     n, k = grad.shape[1], x.shape[1]
@@ -243,7 +243,7 @@ def _in_vectors(x: Tensor) -> Tensor:
 
 
 def _without_autocast(x: Tensor) -> contextlib.AbstractContextManager[object]:
-    """Switch off the caller's autocast, which would round to its own dtype in a backward."""
+    """Switch off the caller's autocast, which would change the dtype of matmuls in a backward."""
     kind = x.device.type
     if kind == "meta" or not torch.is_autocast_enabled(kind):
         return contextlib.nullcontext()

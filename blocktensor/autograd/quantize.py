@@ -1,7 +1,7 @@
 """The differentiable cast of an activation, and the RMS norms whose results are cast.
 
-The reciprocal of a root mean square comes from torch's own ops, whose order of sums is part of the
-bits, and its backward repeats what autograd makes of the eager ops, in their order.
+torch's own ops compute the reciprocal of the root mean square, since their order of sums decides
+the bits. The backward runs the ops of autograd for the eager ops, in their order.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from ..ops.norm.ops import gradients as norm_gradients
 from ..ops.norm.ops import normalize, rstd_of
 from ..ops.norm.reference import NormKind
 from ..ops.runtime.specialize import must_dispatch
-from ..recipe import DEFAULT_RECIPE, Recipe, is_recipe
+from ..recipe import DEFAULT_RECIPE, Recipe, check_recipe
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from .backward import FP8Function, Gradients, given_out, run_backward
 
 
 def quantize(x: Tensor, recipe: Recipe | None = None) -> BlockwiseFP8Tensor:
-    """Cast an activation ``x[..., K]`` once, for several linears to share (q, k, v; gate, up).
+    """Cast an activation ``x[..., K]`` once for several linear layers (q, k, v; gate, up).
 
     Both forms are made from one read. Differentiable: the gradient passes straight through.
 
     Args:
         x: bf16, fp16 or fp32, ``[..., K]``. With ``Recipe(wgrad_input="high_precision")`` the
-            result refers to it, and it must not be changed in place before the linears run.
-        recipe: that of the weights it will meet, at least in ``scale`` and, if they are trained,
-            in ``wgrad_input``; default ``Recipe()``.
+            result refers to it, and it must not be changed in place before the linear layers run.
+        recipe: the recipe of the weights that it will be multiplied by. ``scale`` must agree and,
+            if they are trained, ``wgrad_input``. Default ``Recipe()``.
 
     Raises:
         TypeError, ValueError: another type or dtype, or a scalar.
     """
-    is_recipe(recipe)
+    check_recipe(recipe)
     if isinstance(x, BlockwiseFP8Tensor):
         return x
     checks.tensor(x, "x")
@@ -46,7 +46,7 @@ def quantize(x: Tensor, recipe: Recipe | None = None) -> BlockwiseFP8Tensor:
 
 
 def cast_activation(x: Tensor, recipe: Recipe) -> BlockwiseFP8Tensor:
-    """Cast the input ``x[..., K]`` of linears by ``recipe``, without a gradient."""
+    """Cast the input ``x[..., K]`` of linear layers by ``recipe``, without a gradient."""
     format, other = recipe.activation_format, recipe.wgrad_input_format
     source = x.detach() if other is None else None
     made = BlockwiseFP8Tensor(
@@ -73,7 +73,7 @@ class _Quantize(torch.autograd.Function):
 
 
 def normed(x: Tensor, weight: Tensor, eps: float, kind: NormKind) -> Tensor:
-    """Return the values of an RMS norm, of the dtype of x, from one kernel after its sums.
+    """Return an RMS norm in the dtype of x; one kernel computes the values after the sums.
 
     Args:
         x: ``[..., K]``.
@@ -103,7 +103,7 @@ class _RMSNorm(FP8Function):
 def _norm_gradients(
     ctx: Any, saved: Sequence[Tensor], grads: list[Any], asked: list[bool]
 ) -> Gradients:
-    """Return the gradients of the arguments of :meth:`_RMSNorm.forward`."""
+    """Return a gradient for each argument of :meth:`_RMSNorm.forward`."""
     x, rstd, weight = saved
     grad = grads.pop()
     if grad is None:

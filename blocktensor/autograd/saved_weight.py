@@ -1,4 +1,4 @@
-"""The weight of a linear between forward and backward.
+"""Save the weight of a linear layer in forward, and read it in backward.
 
 Inner tensors are saved, not wrappers, so that saved-tensor hooks (offloading, activation
 checkpointing) see plain e4m3 and fp32 tensors. The exception is a trainable weight: it is
@@ -25,17 +25,17 @@ ROWWISE = ("rowwise_data", "rowwise_scale")
 
 
 class GatheredCast(NamedTuple):
-    """The generation of a gathered weight in one forward."""
+    """The version of a gathered weight that one forward has read."""
 
     generation: Generation
     version: int
 
 
 class SavedWeight:
-    """The weight that one forward has read, for its backward.
+    """What one forward saves of its weight for backward.
 
     Attributes:
-        plan: of the linear.
+        plan: of the linear layer.
         cache: of a trainable weight.
         cast: the FP8 form of the forward, which the graph holds, or the generation of a gather.
         names: of the inner tensors that were saved; none if the weight itself was.
@@ -52,16 +52,17 @@ class SavedWeight:
     def columnwise(self, saved: Sequence[Tensor], needed: bool) -> Quantized | None:
         """Return the columnwise form of the weight, if dgrad needs it.
 
-        The graph holds no form of it any more: the caller alone holds the result, and frees it
-        after dgrad. While a compiler traces, the form is made by ops that stay in the backward, so
-        that the forward saves no form, which takes a byte a parameter.
+        Afterwards the graph holds no form of it. The caller holds the only reference to the result,
+        and frees it after dgrad. While a compiler traces, the form is made by ops that stay in the
+        backward, so that the forward saves no form, which takes a byte a parameter.
 
         Args:
             saved: the tensors that forward saved of the weight.
             needed: False where this backward computes no dgrad.
 
         Raises:
-            RuntimeError: the weight was written to, or gathered of other values, since its forward.
+            RuntimeError: the weight was written to, or gathered with other values, since its
+                forward.
         """
         made = None
         if needed and self.plan.tracing:
@@ -88,7 +89,7 @@ class SavedWeight:
             if w.transposed:
                 row, col = col, row
             return col or Operand(row, col).need_columnwise()
-        # saved-tensor hooks that offload return a plain weight
+        # saved-tensor hooks that offload tensors return a plain weight
         return operand_of_weight(w, format).need_columnwise()
 
 

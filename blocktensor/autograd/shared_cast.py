@@ -1,11 +1,11 @@
-"""One cast of an input for several linears, while the module that calls them runs.
+"""One cast of an input for several linear layers, while the module that calls them runs.
 
-``linear`` and ``grouped_linear`` ask the run that is the innermost of their thread. Each has its
-own edge to the input in the autograd graph, so gradients are summed where they would be without
-sharing. Nothing is shared outside of a run, while a compiler traces, under dispatch modes, or if
-PyTorch counted a change of the input or of ``offs`` in between, or gave it other memory. Weights,
-whose writes PyTorch does not count either, are cast in every forward; an input is shared only until
-the forward of the module ends.
+``linear`` and ``grouped_linear`` ask the innermost run of their thread. Each keeps its own edge to
+the input in the autograd graph, so gradients are summed in the same order as without sharing.
+Nothing is shared outside of a run, while a compiler traces, under dispatch modes, or if PyTorch
+counted a change of the input or of ``offs`` in between, or gave it other memory. Weights, whose
+writes PyTorch does not count either, are cast in every forward; an input is shared only until the
+forward of the module ends.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..ops.runtime.specialize import must_dispatch
 from .plan import Plan
 
 AnyPlan = TypeVar("AnyPlan", bound=Plan)
-"""The plan of a linear or of a grouped linear."""
+"""The plan of a linear layer or of a grouped linear layer."""
 
 
 class _Thread(threading.local):
@@ -35,13 +35,13 @@ this_thread = _Thread()
 
 
 class SharedCasts:
-    """Share the casts of inputs of linears in each run, between :meth:`begin` and :meth:`end`.
+    """Share casts of the inputs of linear layers between :meth:`begin` and :meth:`end`.
 
     A run keeps the forms of its latest input.
 
     Attributes:
         casts: inputs cast so far, by all threads.
-        saved: casts that sharing made unnecessary so far.
+        saved: casts that sharing has saved so far.
     """
 
     def __init__(self) -> None:
@@ -55,18 +55,18 @@ class SharedCasts:
     def end(self) -> None:
         """Return to what ran before."""
         run = this_thread.running
-        while run is not None and run.shared is not self:  # an exception may have left it there
+        while run is not None and run.shared is not self:  # an exception may have left a run there
             run = run.outer
-        if run is not None:  # else begin was not reached
+        if run is not None:  # else begin was not called
             this_thread.running = run.outer
 
 
 class _Latest(weakref.ref[Tensor]):
-    """The latest input, and its forms until it is freed: its id may then be another's.
+    """The latest input and its forms, which are dropped when it is freed: ids are reused.
 
     Attributes:
-        memory: an alias of the input. After ``x.data = ...`` the address of the old memory would
-            otherwise be that of new memory.
+        memory: an alias of the input, which keeps its old memory after ``x.data = ...``: else new
+            memory could get the same address.
     """
 
     __slots__ = ("forms", "key", "memory")
@@ -81,10 +81,10 @@ class _Latest(weakref.ref[Tensor]):
 
 
 class Run:
-    """One run of a :class:`SharedCasts`, and the forms of its latest input.
+    """One run of a module whose linear layers share casts, and the forms of its latest input.
 
     Attributes:
-        shared: what runs.
+        shared: the shared casts of the module.
         outer: the run around this one.
     """
 
@@ -103,12 +103,12 @@ class Run:
 
         Args:
             x: the input, in high precision.
-            offs: the ends of the groups of a grouped linear.
-            plan: of the linear.
+            offs: the ends of the groups of a grouped linear layer.
+            plan: of the linear layer.
             cast: given the plan, and the input in the dtype that is cast.
 
         Returns:
-            Nothing if the linear is to cast the input.
+            Nothing if the linear layer must cast the input itself.
         """
         if not plan.serves_all or x.is_inference():
             return ()  # changes of inference tensors are not counted

@@ -1,4 +1,4 @@
-"""Internal: FP8 checkpoints, safetensors of e4m3 bytes beside the scales of 128x128 blocks."""
+"""Internal: FP8 checkpoints, safetensors with e4m3 bytes and the scales of 128x128 blocks."""
 
 from .export import iter_fp8
 from .load import LoadReport, load_fp8

@@ -1,4 +1,4 @@
-"""Reading index and headers of a checkpoint: every tensor with its file, dtype and shape."""
+"""Read the index and headers of a checkpoint: every tensor with its file, dtype and shape."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from ..ops.formats import BLOCKS_128X128
 from .on_disk import CONFIG, INDEX, SCALE_SUFFIX, SINGLE, CheckpointError, read_json
 
 _SCALES = ("F32", "BF16", "F16", "F8_E8M0")
-"""Dtypes of stored scales: fp32 holds every value of each."""
+"""Dtypes of stored scales, all of which convert to fp32 exactly."""
 
 
 class Entry(NamedTuple):
-    """A stored tensor, as the file's header describes it: its name, dtype and shape there."""
+    """A stored tensor as the header of its file describes it."""
 
     file: Path
     dtype: str
@@ -78,8 +78,8 @@ def scales_of(entries: Mapping[str, Entry]) -> dict[str, str]:
 def names_of_scales(weight: str) -> list[str]:
     """Return the names that the scales of a weight may have.
 
-    ``weight_scale_inv`` is DeepSeek-V3's name, ``weight_scale`` that of compressed-tensors and
-    ModelOpt, ``scale`` DeepSeek-V4's and ``qscale_weight`` Mistral's.
+    DeepSeek-V3 writes ``weight_scale_inv``, compressed-tensors and ModelOpt ``weight_scale``,
+    DeepSeek-V4 ``scale`` and Mistral ``qscale_weight``.
     """
     names = [f"{weight}{SCALE_SUFFIX}", f"{weight}_scale"]
     module, _, last = weight.rpartition(".")
@@ -89,8 +89,7 @@ def names_of_scales(weight: str) -> list[str]:
 def check_scales(scales: Entry, shape: tuple[int, ...]) -> None:
     """Raise CheckpointError unless a tensor has a scale for each block of a weight of ``shape``."""
     expected = BLOCKS_128X128.scale_shape(shape) if len(shape) in BLOCKS_128X128.ranks else None
-    # transformers 5.17 writes those of experts without their dimensions of one block, ModelOpt
-    # writes more of them
+    # transformers 5.17 drops dimensions of one block in scales of experts, ModelOpt adds some
     fits = expected is not None and _without_ones(scales.shape) == _without_ones(expected)
     if scales.dtype not in _SCALES or not fits:
         raise CheckpointError(
@@ -106,7 +105,7 @@ def _without_ones(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _granularity(scales: Sequence[int], shape: Sequence[int]) -> str:
-    """Say what scales of other shapes belong to."""
+    """Describe the blocks that scales of another shape belong to."""
     if not _without_ones(scales):
         return ", one for the whole tensor"
     if _without_ones(scales) == _without_ones(shape[:-1]):
@@ -115,7 +114,7 @@ def _granularity(scales: Sequence[int], shape: Sequence[int]) -> str:
 
 
 def _index(file: Path) -> dict[str, str]:
-    """Read the file of each tensor."""
+    """Return the file of each tensor, from the index or the only file."""
     places = read_json(file).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(x, str) for x in places.values()):
         raise CheckpointError(f"{file}: weight_map is no object of strings")
@@ -128,7 +127,7 @@ def _index(file: Path) -> dict[str, str]:
 def _header(file: Path) -> dict[str, Entry]:
     from safetensors import SafetensorError, safe_open
 
-    if not os.path.isfile(file):  # False too for names that no file can have
+    if not os.path.isfile(file):  # also False for names that no file can have
         raise CheckpointError(f"{file.parent}: {file.name!r} is no file, but {INDEX} names it")
     try:
         with safe_open(file, framework="pt") as opened:

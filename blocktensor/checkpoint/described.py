@@ -1,4 +1,4 @@
-"""How ``config.json`` describes FP8 weights, and which weights transformers can read so."""
+"""Describe FP8 weights in ``config.json``, and store those in FP8 that transformers can read."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .pretrained import pretrained_models
 
 
 class Described(NamedTuple):
-    """An export, and what transformers is told of it.
+    """An export, and the config with which transformers reads it.
 
     Attributes:
         found: the export.
@@ -62,7 +62,7 @@ def _module(name: str) -> str:
 def _plain_weights(found: Exported) -> Iterator[str]:
     """List the names of weights of linear layers and experts that are not stored in FP8.
 
-    One that is computed from others, as a parametrized weight is, is in no checkpoint.
+    Weights that are computed from others, such as parametrized ones, are in no checkpoint.
     """
     fp8 = {id(found.tensors[name]) for name in found.fp8}
     for prefix, module in found.model.named_modules():
@@ -76,8 +76,8 @@ def readable(described: Described) -> Described:
     """Store those weights in high precision that transformers would misread in FP8.
 
     Raises:
-        ValueError: these are all weights; or it would misread tensors in high precision.
-        RuntimeError: its functions are others than those of the versions that are known.
+        ValueError: transformers would misread all FP8 weights, or tensors in high precision.
+        RuntimeError: the functions of this version of transformers are not the known ones.
 
     Warns:
         UserWarning: for weights that are stored in high precision.
@@ -98,7 +98,7 @@ def readable(described: Described) -> Described:
                 reasons[name] = why.why
             elif not of_module <= listed:
                 described = described._replace(further={*described.further, *of_module})
-                continue  # this may suffice
+                continue  # this way may be readable
             ways[name] = _next_way(found, name, ways.get(name, _Way.PLAIN))
             if ways[name] is _Way.NONE:
                 raise ValueError(
@@ -117,7 +117,7 @@ def readable(described: Described) -> Described:
 
 
 class _Way(enum.IntEnum):
-    """How a tensor is stored, in the order in which ways are tried.
+    """The ways to store a tensor, in the order in which they are tried.
 
     In FP8 or in high precision, under the names of ``save_pretrained`` or its own.
     """
@@ -134,7 +134,7 @@ _UNDER_OWN_NAMES = _Way.FP8_OWN_NAME, _Way.PLAIN_OWN_NAME
 
 
 def _next_way(found: Exported, name: str, way: _Way) -> _Way:
-    """Return the way after one in which transformers would misread a tensor."""
+    """Return the next way to store a tensor that transformers would misread in this one."""
     following = _Way(way + 1)
     has_own_name = any(len(group) == 1 and group[0].name == name for group in found.groups)
     return _Way(following + 1) if following in _UNDER_OWN_NAMES and has_own_name else following
@@ -152,7 +152,7 @@ def _misread(described: Described) -> dict[str, Misread]:
 
 
 def _report(model: nn.Module, asked: Collection[str], reasons: Mapping[str, str]) -> None:
-    """Warn of weights that are stored in high precision; raise if these are all."""
+    """Warn of weights that are stored in high precision; raise if no weight is left in FP8."""
     groups: dict[str, list[str]] = {}
     for name, why in reasons.items():
         groups.setdefault(why, []).append(name)

@@ -1,4 +1,4 @@
-"""Export a model in FP8, tensor by tensor: names and bytes as checkpoints have them."""
+"""Export a model in FP8, tensor by tensor, with the names and bytes of a checkpoint."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..model.names import is_module
+from ..model.names import check_module
 from ..ops.cast.ops import dequantize, quantize_rowwise
 from ..ops.checks import bad_scale
 from ..ops.formats import BLOCKS_128X128, BlockFormat, Quantized
@@ -24,14 +24,14 @@ from .stored import Group, Stored, groups_of, members_of, separated, stored_as
 
 
 class Exported(NamedTuple):
-    """All that is exported of a model, in its order, without values.
+    """What is exported of a model, in the order of the model, without values.
 
     Attributes:
         model: the model.
-        tensors: of the model, by its names, each once.
+        tensors: the tensors of the model by name, each once.
         fp8: the names of those that are exported in FP8.
-        known: what ``save_pretrained`` would write; see :func:`.stored.groups_of`.
-        groups: of exported tensors, those of tied tensors under each of their names.
+        known: the tensors that ``save_pretrained`` would write; see :func:`.stored.groups_of`.
+        groups: groups of exported tensors; tied tensors have one under each of their names.
         separate_experts: as in :func:`save_fp8`.
     """
 
@@ -43,7 +43,7 @@ class Exported(NamedTuple):
     separate_experts: bool
 
     def with_fp8(self, fp8: Collection[str], own: Collection[str]) -> Exported:
-        """Return the export with other tensors in FP8; those in ``own`` take their own names."""
+        """Return the export with other tensors in FP8; names in ``own`` stay the model's."""
         groups = stored_as(self.known, shapes_of(self.model), fp8, own)
         if self.separate_experts:
             groups = separated(self.model, groups, fp8)
@@ -51,7 +51,7 @@ class Exported(NamedTuple):
 
     @property
     def written(self) -> list[Group]:
-        """The groups of exported tensors, those of tied tensors once, in the order of the model."""
+        """The groups to write, in the order of the model; tied tensors have one only."""
         order = {name: number for number, name in enumerate(self.tensors)}
         found = []
         for group in self.groups:
@@ -67,11 +67,11 @@ class Exported(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """The smallest part of an export: tensors that are made together, and stay in one file.
+    """The smallest part of an export: tensors that are computed together and lie in one file.
 
     Attributes:
         stored: the tensors.
-        group: all tensors that are made of the same ones of the model.
+        group: all tensors that are computed from the same tensors of the model.
         nbytes: of the tensors and their scales.
     """
 
@@ -88,17 +88,17 @@ def iter_fp8(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a converted model in FP8, for an inference engine to load.
 
-    Names, dtypes and bytes are those of :func:`save_fp8` with ``all_in_fp8=True``: e4m3 weights
-    beside their fp32 scales (``weight_scale_inv``), which the next forward would multiply by, and
+    Names, dtypes and bytes are the same as from :func:`save_fp8` with ``all_in_fp8=True``: e4m3
+    weights and their fp32 scales (``weight_scale_inv``), as the next forward would read them, and
     the other tensors in their dtypes, on the device of the model::
 
         state = dict(blocktensor.iter_fp8(model))
 
     The model may be sharded, by ``fully_shard``, tensor parallel, expert parallel (as DTensors) or
-    several of them. What travels between ranks is FP8, in batches of about a Transformer layer, of
-    which two are in memory at a time. All ranks of the model's meshes must then exhaust the
-    iterator, with the same arguments; the tensors are the same on all. Scales are made before the
-    first tensor: do not change the weights until the iterator is exhausted.
+    several of them. Ranks exchange FP8 bytes, in batches of about one Transformer layer; two
+    batches are in memory at a time. All ranks of the model's meshes must then exhaust the iterator,
+    with the same arguments; the tensors are the same on all. Scales are made before the first
+    tensor: do not change the weights until the iterator is exhausted.
 
     Args:
         model: any module, converted, on one device or sharded.
@@ -107,7 +107,8 @@ def iter_fp8(
             their iterators are empty. Default: all ranks.
 
     Yields:
-        Name and tensor. Those of a trainable weight are new; others may be the model's own memory.
+        Name and tensor. The tensors of a trainable weight are new; others may share the model's
+        memory.
 
     Raises:
         TypeError, ValueError: as :func:`save_fp8`, before the first tensor; for an FP8 weight that
@@ -124,12 +125,12 @@ def iter_fp8(
 
 
 def exported(model: nn.Module, caller: str, separate_experts: bool) -> Exported:
-    """Check all but the values of a model, and return what is exported of it.
+    """Check a model, except for its values, and return what is exported of it.
 
     Raises:
         TypeError, ValueError: see :func:`save_fp8`.
     """
-    is_module(model, caller)
+    check_module(model, caller)
     tensors = _unique_tensors(model)
     fp8 = {name for name, x in tensors.items() if fp8_part(x) is not None}
     if not fp8:
@@ -155,18 +156,18 @@ def _unique_tensors(model: nn.Module) -> dict[str, Tensor]:
             is_plain = fp8_part(x) is None and local_of(x) is None
             has_memory = is_plain and not x.is_meta and x.numel() > 0
             memory = (x.data_ptr(), x.shape, x.stride(), x.dtype) if has_memory else id(x)
-            own = name.rpartition(".")[2] == "_extra_state"  # each module is given its own
+            own = name.rpartition(".")[2] == "_extra_state"  # each module gets its own extra state
             unique.setdefault(name if own else memory, (name, x))
     return dict(unique.values())
 
 
 def units_of(found: Exported) -> list[Unit]:
-    """Divide an export into its smallest parts."""
+    """Divide an export into units."""
     return [unit for group in found.written for unit in _units(group, found)]
 
 
 def _units(group: Group, found: Exported) -> Iterator[Unit]:
-    """Divide a group: a stack into its experts, others into their tensors."""
+    """Divide a group into units: a stack into its experts, others into their tensors."""
 
     def key(numbered: tuple[int, Stored]) -> object:
         number, stored = numbered
@@ -180,7 +181,7 @@ def _units(group: Group, found: Exported) -> Iterator[Unit]:
 
 
 def _in_order(group: Group) -> Group:
-    """Order the tensors of a group as their parts lie in the model's tensors."""
+    """Sort the tensors of a group by the places of their parts in the model's tensors."""
 
     def place(stored: Stored) -> list[Any]:
         return [(part.name, [run.start for run in part.there]) for part in (stored.parts or ())[:1]]
@@ -198,7 +199,7 @@ def _nbytes(stored: Stored, found: Exported) -> int:
 
 
 def stored_in_turn(found: Exported, units: Sequence[Unit]) -> Iterator[dict[str, Tensor]]:
-    """Yield the tensors of each unit, by name, contiguous, on the device of the model.
+    """Yield the tensors of each unit by name, contiguous and on the device of the model.
 
     A sharded tensor is gathered once, for all of its units; all ranks get all.
 
@@ -228,7 +229,7 @@ class _Held(NamedTuple):
 
     Attributes:
         name, x: in the model.
-        whole: all of a sharded tensor, or its form; None if it is not sharded.
+        whole: the whole values or FP8 form of a sharded tensor; None if it is not sharded.
     """
 
     name: str
@@ -236,7 +237,7 @@ class _Held(NamedTuple):
     whole: Quantized | Tensor | None
 
     def form(self, expert: int | None) -> Quantized:
-        """Return the bytes and scales; ``expert``: of this one only, in a stack of one."""
+        """Return the bytes and scales; with ``expert``, those of one expert, as a stack of one."""
         fp8 = fp8_part(self.x)
         chosen = slice(None) if expert is None else slice(expert, expert + 1)
         if isinstance(self.whole, Quantized):
@@ -255,7 +256,7 @@ class _Held(NamedTuple):
         return made
 
     def values(self, expert: int | None) -> Tensor:
-        """Return the values in high precision, of an FP8 weight those that the forward reads."""
+        """Return the values in high precision; of an FP8 weight, the values that forward reads."""
         if fp8_part(self.x) is not None:
             return dequantize(self.form(expert), self.x.dtype)
         plain: Any = self.x.detach() if self.whole is None else self.whole
@@ -273,7 +274,7 @@ def _check_scales(label: str, scale: Tensor, format: BlockFormat) -> None:
 
 
 def _made(unit: Unit, held: Mapping[str, _Held], found: Exported) -> dict[str, Tensor]:
-    """Return the tensors of a unit."""
+    """Return the stored tensors of a unit, with their values."""
     first = unit.stored[0]
     if first.parts is None:
         return _computed(found.model, {name: x.values(None) for name, x in held.items()})
@@ -297,15 +298,16 @@ def _made(unit: Unit, held: Mapping[str, _Held], found: Exported) -> dict[str, T
 
 
 def _of_one(part: Part, expert: int | None) -> Part:
-    """Return a part of a stack as a part of the stack of one expert."""
+    """Return a part that lies in one expert, relative to a stack of that expert alone."""
     return part if expert is None else part._replace(there=(slice(0, 1), *part.there[1:]))
 
 
 def _joined(shape: Sequence[int], parts: Sequence[Part], sources: Mapping[str, Tensor]) -> Tensor:
-    """Return a tensor that consists of parts of others."""
+    """Concatenate parts of tensors into the stored tensor."""
     if len(parts) == 1 and parts[0].here == all_of(shape):
         x = parts[0].take(sources[parts[0].name]).contiguous()
-        # dimensions of size 1 may have any stride: then bytes cannot be viewed in another dtype
+        # dimensions of size 1 may have any stride, with which bytes cannot be viewed in another
+        # dtype
         strides = torch.empty(x.shape, device="meta").stride()
         return x if x.stride() == strides else x.as_strided(x.shape, strides)
     first = sources[parts[0].name]
@@ -316,7 +318,7 @@ def _joined(shape: Sequence[int], parts: Sequence[Part], sources: Mapping[str, T
 
 
 def _computed(model: nn.Module, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return what transformers makes of tensors as it saves them."""
+    """Return the tensors that transformers computes when it saves a model."""
     prefix, inner = next(
         (prefix, inner)
         for prefix, inner in pretrained_models(model)

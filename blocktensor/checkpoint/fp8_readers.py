@@ -1,9 +1,9 @@
-"""What transformers' FP8 reader would make of a checkpoint, before it is written.
+"""Predict how transformers' FP8 reader would read a checkpoint that is not written yet.
 
 The reader has two paths. On GPUs it replaces modules by FP8 modules, which hold bytes and scales;
 which modules, it decides by classes, names, sizes and lists of its own. On CPUs and older GPUs it
 dequantizes. Both run here on a skeleton of the model, with traced tensors in place of the stored
-ones. So the answer is that of the version that is installed, for every model that it has.
+ones. So the prediction holds for the installed version of transformers and all of its models.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from .traced import TracedTensor, traced
 
 
 class Misread(NamedTuple):
-    """How transformers would misread a tensor of a model.
+    """How transformers would misread one tensor of a model.
 
     Attributes:
-        why: in words.
-        module: the name of the module in whose place it puts an FP8 module; "" if it does not.
+        why: the reason, for messages.
+        module: the name of the module that it replaces by an FP8 module; "" if it replaces none.
     """
 
     why: str
@@ -41,10 +41,10 @@ class Checkpoint(NamedTuple):
     """A checkpoint that is to be written.
 
     Attributes:
-        stored: its tensors.
-        fp8: the names of the model's tensors that are stored in FP8, beside their scales.
+        stored: its groups of tensors.
+        fp8: the names of the model's tensors that are stored in FP8, with scales.
         config: its ``quantization_config``.
-        dtypes: of the model's tensors.
+        dtypes: the dtypes of the model's tensors.
     """
 
     stored: Sequence[Stored]
@@ -54,7 +54,7 @@ class Checkpoint(NamedTuple):
 
     @property
     def tensors(self) -> dict[str, TracedTensor]:
-        """All tensors of the files, traced."""
+        """The traced tensors of all files."""
         made = {}
         for name, shape, of, _ in self.stored:
             if of[0] in self.fp8:
@@ -67,7 +67,7 @@ class Checkpoint(NamedTuple):
 
     @property
     def sources(self) -> dict[str, list[Stored]]:
-        """The stored tensors from which each tensor of the model is to be read."""
+        """The names of the stored tensors from which each tensor of the model must be read."""
         found: dict[str, list[Stored]] = defaultdict(list)
         for stored in self.stored:
             for name in stored.of:
@@ -76,13 +76,13 @@ class Checkpoint(NamedTuple):
 
 
 def misread(model: nn.Module, checkpoint: Checkpoint) -> dict[str, Misread]:
-    """Return the tensors that transformers would read with other values, by name.
+    """Return the tensors, by name, that transformers would read with wrong values.
 
-    What it refuses to read, with an error, where it dequantizes, is none of them.
+    Tensors that it refuses with an error when it dequantizes are not among them.
 
     Args:
-        model: of transformers.
-        checkpoint: of the model.
+        model: a model of transformers.
+        checkpoint: the checkpoint of the model.
     """
     return {**_where_it_dequantizes(model, checkpoint), **_on_gpus(model, checkpoint)}
 
@@ -92,7 +92,7 @@ def _read(model: nn.Module, checkpoint: Checkpoint, dequantize: bool) -> tuple[n
     quantizer = _quantizer({**checkpoint.config, "dequantize": dequantize})
     twin = skeleton(model)
     quantizer._process_model_before_weight_loading(twin)
-    # the most that any dtype of a load casts to fp32
+    # with fp16 transformers casts the most tensors to fp32
     dtypes: Any = twin._get_dtype_plan(torch.float16)  # type: ignore[operator]
     rules = rules_of(twin, quantizer)
     return twin, loaded(twin, checkpoint.tensors, rules, quantizer, dtypes)
@@ -109,7 +109,7 @@ def _quantizer(config: Mapping[str, Any]) -> Any:
 def _on_gpus(model: nn.Module, checkpoint: Checkpoint) -> dict[str, Misread]:
     try:
         twin, made = _read(model, checkpoint, dequantize=False)
-    except Exception as error:  # of the constructor of an FP8 module, say
+    except Exception as error:  # for example, the constructor of an FP8 module raises
         why = f"transformers fails as it makes FP8 modules: {error}"
         stacks = {name for x in checkpoint.stored if _is_of_stack(x) for name in x.of}
         wrong = stacks.intersection(checkpoint.fp8) or checkpoint.fp8
@@ -118,7 +118,7 @@ def _on_gpus(model: nn.Module, checkpoint: Checkpoint) -> dict[str, Misread]:
     found: dict[str, Misread] = {}
     for name, stored in checkpoint.sources.items():
         is_fp8, module = name in checkpoint.fp8, _module(name)
-        if name not in state:  # one of the modules above it is another one
+        if name not in state:  # a module above it was replaced
             while module not in modules:
                 module = _module(module)
             found[name] = Misread("transformers' FP8 module lacks it", module)
@@ -147,12 +147,12 @@ _OTHER_VALUES = Misread("transformers reads other values")
 def _where_it_dequantizes(model: nn.Module, checkpoint: Checkpoint) -> dict[str, Misread]:
     try:
         _, made = _read(model, checkpoint, dequantize=True)
-    except Exception:  # so would a load
+    except Exception:  # a real load would raise, too
         return {}
     found = {}
     for name, stored in checkpoint.sources.items():
         if name in made.errors or name in made.mismatched:
-            continue  # it raises
+            continue  # the reader raises
         if name not in checkpoint.fp8:
             if not _is_read(name, stored, made):
                 found[name] = _OTHER_VALUES
@@ -171,7 +171,7 @@ def _is_of_stack(stored: Stored) -> bool:
 
 
 def _is_read(name: str, stored: Sequence[Stored], made: Loaded) -> bool:
-    """Return True if a tensor of the model gets the values that are stored of it."""
+    """Return True if a tensor of the model gets its stored values."""
     tensor = made.tensors.get(name)
     if not isinstance(tensor, TracedTensor):
         return False
@@ -183,7 +183,7 @@ def _is_read(name: str, stored: Sequence[Stored], made: Loaded) -> bool:
 
 
 def _bytes_are_read(name: str, stored: Sequence[Stored], made: Loaded) -> bool:
-    """Return True if a tensor of the model, of an FP8 module, gets its bytes and its scales."""
+    """Return True if a weight of an FP8 module gets its stored bytes and scales."""
     data, tensor = (made.tensors.get(name + suffix) for suffix in ("", SCALE_SUFFIX))
     if data is None or data.dtype != BLOCKS_128X128.dtype or not _is_read(name, stored, made):
         return False
@@ -197,7 +197,7 @@ def _bytes_are_read(name: str, stored: Sequence[Stored], made: Loaded) -> bool:
 
 
 def _same(found: Sequence[Part] | None, wanted: Iterable[Part]) -> bool:
-    """Return True if two lists have the same boxes; dimensions of size 1 have no order."""
+    """Return True if two lists have the same parts, ignoring the order of dimensions of size 1."""
 
     def places(parts: Iterable[Part]) -> set[Any]:
         return {
@@ -220,9 +220,9 @@ def _tied(model: nn.Module) -> list[set[str]]:
 
 
 def _scales_other_blocks(shape: Sequence[int]) -> bool:
-    """Return True if its dequantization takes a matrix for one of other blocks, without an error.
+    """Return True if its dequantization silently assumes other blocks for a matrix.
 
-    It computes the size of blocks from the number of scales.
+    transformers computes the size of blocks from the number of scales.
     """
     outcomes = {_dequantizes(size) for size in shape}
     return False in outcomes and None not in outcomes
@@ -230,7 +230,7 @@ def _scales_other_blocks(shape: Sequence[int]) -> bool:
 
 @functools.cache
 def _dequantizes(size: int) -> bool | None:
-    """Return True if a column of ``size`` elements gets its scales; None if that raises."""
+    """Return True if a column of ``size`` elements gets the right scales; None if that raises."""
     data = torch.ones(size, 1).to(BLOCKS_128X128.dtype)
     scales = 1.0 + torch.arange(num_blocks(size), dtype=torch.float32)[:, None]
     (rule,) = _quantizer({"dequantize": True}).get_weight_conversions()

@@ -1,4 +1,4 @@
-"""Putting a finished checkpoint in its place: a kill at any moment leaves the old one or the new.
+"""Move a finished checkpoint to its place: a kill at any time leaves the old one or the new one.
 
 A checkpoint is made in a *staging folder* inside its folder. Files belong to the checkpoint if the
 index names them, so renaming the new index over the old one replaces the checkpoint. The order of
@@ -19,12 +19,12 @@ from typing import Any
 from .on_disk import CONFIG, INDEX, SINGLE, CheckpointError, flush, read_json
 
 STAGING = ".save_fp8."
-"""Beginning of the name of a staging folder, and a part of names of shards that came from it."""
+"""Prefix of the names of staging folders, and part of the names of shards written there."""
 
 
 @contextlib.contextmanager
 def staging(folder: Path) -> Iterator[Path]:
-    """Make a new staging folder for a checkpoint at ``folder``, without what killed saves left."""
+    """Make a new staging folder for a checkpoint at ``folder``; delete what killed saves left."""
     folder.mkdir(parents=True, exist_ok=True)
     for path in (folder / name for name in _left(folder) - _named_in(folder)):
         if path.name.startswith(STAGING):
@@ -40,7 +40,7 @@ def staging(folder: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def naming(folder: Path) -> Iterator[None]:
-    """Name ``folder`` in errors of a full disk, which name no file."""
+    """Add the name ``folder`` to errors of a full disk, which name no file."""
     try:
         yield
     except OSError as error:
@@ -53,14 +53,14 @@ def naming(folder: Path) -> Iterator[None]:
 
 
 def holds_nothing(folder: Path) -> bool:
-    """Return whether a folder is empty, or holds only what a killed save has left."""
+    """Return whether a folder is empty, or holds only the remains of killed saves."""
     return {*os.listdir(folder)} <= _left(folder)
 
 
 def put_in_place(made: Path) -> None:
-    """Make the checkpoint in a staging folder the one of the folder around it.
+    """Move the checkpoint in a staging folder to the folder around it.
 
-    No name of its shards may be taken there.
+    The names of its shards must be free there.
     """
     folder = made.parent
     shards = sorted({*read_json(made / INDEX)["weight_map"].values()})
@@ -68,23 +68,23 @@ def put_in_place(made: Path) -> None:
     try:
         for name in shards:
             os.rename(made / name, folder / name)
-        flush(folder)  # names are on the disk before an index that needs them
+        flush(folder)  # the shards are on the disk before the index that names them
         os.replace(made / INDEX, folder / INDEX)
     except BaseException:
-        if os.path.lexists(made / INDEX):  # nothing reads the shards
+        if os.path.lexists(made / INDEX):  # nothing reads these shards
             for name in shards:
                 (folder / name).unlink(missing_ok=True)
         raise
     os.replace(made / CONFIG, folder / CONFIG)
-    (folder / SINGLE).unlink(missing_ok=True)  # transformers would read it and not the index
-    flush(folder)  # the new index is on the disk before files of the old one go
+    (folder / SINGLE).unlink(missing_ok=True)  # transformers would read this file, not the index
+    flush(folder)  # the new index is on the disk before the files of the old one are deleted
     for path in (folder / name for name in obsolete):
         if path.is_symlink() or path.is_file():
             path.unlink()
 
 
 def _left(folder: Path) -> set[str]:
-    """Return staging folders, and the shards from those whose index has not left them."""
+    """Return staging folders, and shards that left one whose index is still there."""
     made = {name for name in os.listdir(folder) if name.startswith(STAGING)}
     return made.union(*(_named_in(folder / name) for name in made))
 
@@ -95,12 +95,12 @@ def _named_in(folder: Path) -> set[str]:
         places = read_json(folder / INDEX).get("weight_map")
     except CheckpointError:
         return set()
-    # obsolete shards are deleted: an index of another library may name files of other folders
+    # only files in this folder: obsolete shards are deleted, and any index may name other files
     files = [x for x in places.values() if isinstance(x, str)] if isinstance(places, dict) else []
     return {x for x in files if x.endswith(".safetensors") and os.path.basename(x) == x}
 
 
 def write_json(file: Path, content: Mapping[str, Any]) -> None:
-    """Write an object to a file, and the file to the disk."""
+    """Write an object to a JSON file, and flush it to the disk."""
     file.write_text(json.dumps(content, indent=2) + "\n")
     flush(file)

@@ -1,4 +1,4 @@
-"""Reading FP8 checkpoints: check everything, read tensor by tensor, then assign all of them."""
+"""Load FP8 checkpoints: check everything, read tensor by tensor, then assign all of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from ..model.names import is_module
+from ..model.names import check_module
 from ..model.weights import is_linear, kind_of
 from ..patches import apply_for_fp8
 from ..recipe import Recipe
@@ -65,7 +65,7 @@ class LoadReport(Report):
 
 
 def _other_prefix(missing: Sequence[str], unexpected: Sequence[str]) -> str:
-    """Say so if most names are missing because the checkpoint has them below another module."""
+    """Return a hint if most names are missing because the checkpoint has another prefix."""
     ends = defaultdict(list)
     for name in unexpected:
         for begin, end in _cuts(name):
@@ -73,7 +73,7 @@ def _other_prefix(missing: Sequence[str], unexpected: Sequence[str]) -> str:
     pairs: Counter[tuple[str, str]] = Counter()
     for name in missing:
         found = next((cut for cut in _cuts(name) if cut[1] in ends), None)
-        if found is not None and found[1].count(".") > 1:  # more than the name of a parameter
+        if found is not None and found[1].count(".") > 1:  # more than the name of one parameter
             pairs.update((found[0], other) for other in ends[found[1]])
     ((own, stored), count), *_ = pairs.most_common(1) or [(("", ""), 0)]
     if 2 * count < max(4, len(missing)):
@@ -88,7 +88,7 @@ def _other_prefix(missing: Sequence[str], unexpected: Sequence[str]) -> str:
 
 
 def _cuts(name: str) -> Iterator[tuple[str, str]]:
-    """Yield the pairs of names whose parts, joined by a dot, are those of a name."""
+    """Yield all ways to split a name at a dot, and an empty prefix with the whole name."""
     parts = name.split(".")
     for i in range(len(parts)):
         yield ".".join(parts[:i]), ".".join(parts[i:])
@@ -102,16 +102,16 @@ def load_fp8(
     device: torch.device | str | None = None,
     recipe: Recipe | None = None,
 ) -> LoadReport:
-    """Load an FP8 checkpoint into a model whose linears are plain, converted or on meta.
+    """Load an FP8 checkpoint into a model whose linear layers are plain, converted or on meta.
 
     Reads checkpoints of :func:`save_fp8`, DeepSeek-V3, transformers' "fp8", and of others with
     scales of 128x128 blocks. Scales are named ``weight_scale_inv``, ``weight_scale``, ``scale`` or
     ``qscale_weight``; those in another floating-point dtype, e8m0 included, become the same values
     in fp32. A weight stored in FP8 becomes a frozen :class:`BlockwiseFP8Tensor` with the stored
-    bytes; one of an embedding, or of another parameter that is no matmul's alone, is dequantized.
-    Other tensors are loaded as by ``load_state_dict``, in the model's dtype. An extra state of a
-    module is loaded if it is a tensor. Only tensors of the model are read, one at a time. The model
-    does not change unless all of them can be loaded.
+    bytes. A weight of an embedding, or of another parameter that is not read by matmuls alone, is
+    dequantized. Other tensors are loaded as by ``load_state_dict``, in the model's dtype. An extra
+    state of a module is loaded if it is a tensor. Only tensors of the model are read, one at a
+    time. The model does not change unless all of them can be loaded.
 
     A transformers model gets what ``from_pretrained`` would load into it, under the names and by
     the conversions of transformers. A stack of experts may be stored whole or as matrices of each
@@ -123,9 +123,9 @@ def load_fp8(
         path: the folder.
         strict: raise for missing and unexpected names.
         device: for tensors that are on meta in the model; default: the CPU.
-        recipe: of the FP8 weights: how what is multiplied with them is cast; default: that of the
-            model's weight if it is converted, else ``Recipe()``. ``scale="power_of_two"`` needs a
-            checkpoint whose scales are powers of two.
+        recipe: the recipe of the FP8 weights, by which inputs and gradients are cast; default: the
+            recipe of the model's weight if it is converted, else ``Recipe()``.
+            ``scale="power_of_two"`` needs a checkpoint whose scales are powers of two.
 
     Raises:
         ImportError: safetensors is not installed.
@@ -138,10 +138,10 @@ def load_fp8(
             on meta, trainable, of another recipe, or not in FP8 where the stored one is.
 
     Warns:
-        UserWarning: no weight of the model is in FP8 then.
+        UserWarning: no weight of the model is in FP8 afterwards.
     """
     require_safetensors()
-    is_module(model, "load_fp8")
+    check_module(model, "load_fp8")
     folder = Path(path)
     entries, targets = entries_of(folder), _targets(model)
     tensors = {name: target.current for name, target in targets.items()}
@@ -174,7 +174,7 @@ def load_fp8(
 def load_matched(
     model: nn.Module, folder: Path, matched: Matched, device: torch.device, recipe: Recipe | None
 ) -> None:
-    """Load what was matched as :func:`load_fp8` loads a checkpoint in ``folder``."""
+    """Load matched tensors from ``folder``, as :func:`load_fp8` does."""
     _load(folder, _targets(model), matched, {}, device, recipe)
 
 
@@ -191,8 +191,8 @@ def _load(
     Args:
         folder: the checkpoint.
         targets: the places of tensors in the model.
-        matched: what the checkpoint holds of them.
-        states: extra states of modules, and the tensors that are stored of them.
+        matched: the stored tensors of these places.
+        states: the modules with an extra state, and its stored tensor.
         device, recipe: as for :func:`load_fp8`.
     """
     for name, source in matched.sources.items():
@@ -216,7 +216,7 @@ def _load(
             module.set_extra_state(given[name])
 
     def read() -> None:
-        # file by file, to be kept only if all checks pass
+        # file by file; discarded unless all checks pass
         for name, source in sorted(sources.items(), key=lambda x: x[1].weights[0].file):
             values[name] = read_values(targets[name].current, source, device, recipe, files.read)
         extra.update((name, files.read(entry).clone()) for name, (entry, _) in states.items())
@@ -225,11 +225,11 @@ def _load(
     try:
         ranks.each(read)
     except BaseException:
-        with contextlib.suppress(Exception):  # of the module that has refused
+        with contextlib.suppress(Exception):  # restore the module that has refused its state
             set_states(before)
         raise
     _assign(targets, sources, values)
-    set_states(extra)  # again, as after a load of torch, where a state may depend on weights
+    set_states(extra)  # again, since a state may depend on weights
     return tuple(name for name, source in sources.items() if source.is_fp8)
 
 
@@ -238,20 +238,20 @@ def _assign(
     sources: Mapping[str, Source],
     values: Mapping[str, Tensor | list[Tensor]],
 ) -> None:
-    """Give the model what was read: new parameters, or new values of those that stay."""
+    """Assign what was read to the model: new parameters, or new values of existing ones."""
     replaced: dict[int, Tensor] = {}
     for name, made in values.items():
         current = targets[name].current
         if isinstance(made, list):
             write_values(current, sources[name], made)
         elif isinstance(local_of(current), FrozenShard):
-            current.copy_(made)  # FSDP holds the memory
+            current.copy_(made)  # FSDP refers to this memory
         elif isinstance(current, nn.Parameter):
             trains = current.requires_grad and not sources[name].is_fp8
             replaced[id(current)] = nn.Parameter(made, requires_grad=trains)
         else:
             replaced[id(current)] = made
-    for target in targets.values():  # tied tensors, too
+    for target in targets.values():  # also where it is tied
         if id(target.current) in replaced:
             setattr(target.module, target.attribute, replaced[id(target.current)])
         if isinstance(getattr(target.module, target.attribute), FP8Base):
@@ -294,16 +294,16 @@ def _counted(what: str, names: Sequence[str]) -> str:
 
 
 Computed = dict[Entry, Callable[[Read], Tensor]]
-"""Computes tensors that no file holds, of stored ones."""
+"""Functions that compute tensors which no file holds, from stored ones."""
 
 
 def _in_high_precision(
     folder: Path, targets: Mapping[str, _Target], matched: Matched
 ) -> tuple[dict[str, Source], Computed]:
-    """Return the sources, those in FP8 of tensors in high precision replaced by their values.
+    """Return the sources; FP8 weights for tensors in high precision are replaced by their values.
 
-    An embedding has no FP8 form, nor has what a linear layer shares with a module that reads its
-    values.
+    Embeddings have no FP8 form. Nor have weights that a linear layer shares with a module which
+    reads their values.
     """
     sources, computed = dict(matched.sources), Computed()
     holders: dict[int, list[_Target]] = defaultdict(list)
@@ -328,7 +328,7 @@ def _one_of(compute: Callable[[Read], Mapping[str, Tensor]], name: str, read: Re
 
 
 def _is_multiplied(holders: Sequence[_Target]) -> bool:
-    """Return True if matmuls alone read a parameter, as far as its modules are known."""
+    """Return True if only matmuls read a parameter, as far as its modules are known."""
     if any(isinstance(x.module, (nn.Embedding, nn.EmbeddingBag)) for x in holders):
         return False
     known = {is_linear(x.module) and x.attribute == "weight" for x in holders}
@@ -336,21 +336,21 @@ def _is_multiplied(holders: Sequence[_Target]) -> bool:
 
 
 class _Files:
-    """Reads the tensors of a checkpoint; a header is parsed once, not per tensor."""
+    """A reader of the tensors of a checkpoint, which parses each header once."""
 
     def __init__(self, computed: Computed) -> None:
         self._computed = computed
         self._opened: dict[Path, Any] = {}
 
     def read(self, entry: Entry) -> Tensor:
-        """Return a tensor in the memory of its file, or one that is computed."""
+        """Return a stored tensor, mapped from its file, or one that is computed."""
         if entry in self._computed:
             return self._computed[entry](self.read)
         return _tensor(entry, self._opened)
 
 
 def _tensor(entry: Entry, files: dict[Path, Any]) -> Tensor:
-    """Return a tensor in the memory of its file, which is read where it is copied."""
+    """Return a tensor mapped from its file: copying it reads the file."""
     from safetensors import SafetensorError, safe_open
 
     try:

@@ -1,4 +1,4 @@
-"""Matching stored tensors with those of a model, by their names, and checking that they fit."""
+"""Match stored tensors with the tensors of a model by their names, and check that they fit."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from .pretrained_reader import PretrainedReader
 
 
 class Source(NamedTuple):
-    """The stored tensors that a tensor of the model is read from.
+    """The stored tensors from which one tensor of the model is read.
 
     Attributes:
-        parts: of the tensor, by the names of :attr:`weights`.
+        parts: the parts of the tensor, named as in :attr:`weights`.
         weights: the stored tensor of each part.
-        scales: those of each of ``weights`` in FP8.
-        whole: each of ``weights`` is expected to be a part, and no more.
+        scales: the scales of each tensor in ``weights`` that is in FP8.
+        whole: True if each tensor in ``weights`` must be exactly one part.
     """
 
     parts: Sequence[Part]
@@ -43,17 +43,17 @@ class Source(NamedTuple):
         return self.weights[0].is_fp8
 
     def blocks(self, shape: Sequence[int]) -> list[Part]:
-        """Return the parts of the scales of the tensor, whose shape is ``shape``."""
+        """Return the parts of the scales of a tensor of ``shape``."""
         return [block for part in self.parts if (block := part.in_blocks(shape)) is not None]
 
 
 class Matched(NamedTuple):
-    """What a checkpoint holds of a model.
+    """The stored tensors that belong to a model.
 
     Attributes:
-        sources: of the model's tensors, by name.
+        sources: the sources of the model's tensors, by name.
         unexpected: the names of stored tensors that belong to none.
-        readers: of transformers' models, which compute values of some sources.
+        readers: the readers of transformers' models, which compute some tensors.
     """
 
     sources: dict[str, Source]
@@ -70,20 +70,20 @@ def match(
 ) -> Matched:
     """Find the sources of the tensors of a model, and the stored names that belong to none.
 
-    A tensor of a model of transformers gets what transformers would load into it. If that is
-    nothing, it is found by its names, as those of other models.
+    A tensor of a transformers model gets what transformers would load into it. Otherwise, and for
+    all other models, its name decides.
 
     Args:
         model: any module.
-        tensors: of the model, by their names in ``state_dict``.
+        tensors: the tensors of the model by their names in ``state_dict``.
         folder: the checkpoint, for messages.
         entries: what the checkpoint holds.
-        readers: of the transformers' models in it; default: those of its usual rules.
+        readers: the readers of the transformers models in it; default: readers with the models' own
+            rules.
 
     Raises:
-        CheckpointError: a stack of which some experts are stored and others are not, or more; an
-            FP8 weight without scales, or one that transformers would compute otherwise than by
-            joining and splitting.
+        CheckpointError: a stack with missing or surplus experts; an FP8 weight without scales, or
+            one that transformers does not compute by joining and splitting alone.
     """
     scales = scales_of(entries)
     own = set(scales.values())
@@ -112,7 +112,7 @@ def match(
         elif parts is not None:
             sources[name] = source(parts, whole=False)
         elif way := next((y for y in names[name] if _are_stored(folder, name, y, left)), None):
-            for reader in readers:  # what has the right name is not converted yet
+            for reader in readers:  # what has the right name needs no conversion
                 _check_readable(folder, name, reader.failed)
             sources[name] = source(way.parts(x.shape), whole=True)
         else:
@@ -138,7 +138,7 @@ def _computed(
 
 
 def _check_readable(folder: Path, name: str, problems: Mapping[str, str]) -> None:
-    """Raise CheckpointError if there is a reason why a tensor of the model cannot be made."""
+    """Raise CheckpointError if a tensor of the model cannot be computed from stored ones."""
     if name in problems:
         raise CheckpointError(
             f"{folder}: {name!r} cannot be loaded from the tensors that transformers would load "
@@ -156,7 +156,7 @@ def _without_scales(entry: Entry) -> CheckpointError:
 
 
 def _are_stored(folder: Path, name: str, way: Names, stored: Container[str]) -> bool:
-    """Return whether a tensor is stored so; raise if a stack has more or fewer experts."""
+    """Return whether a tensor is stored under these names; raise if a stack has other experts."""
     missing = [weight for weight in way.all if weight not in stored]
     if len(missing) == len(way.all) or way.experts is None:
         return not missing
@@ -202,7 +202,7 @@ def check_fits(name: str, source: Source, current: Tensor) -> None:
 
 
 _PLAIN = ("F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL")
-"""Stored dtypes of tensors without scales."""
+"""Dtypes in which tensors without scales may be stored."""
 
 
 def _check_dtype(entry: Entry, current: Tensor) -> None:

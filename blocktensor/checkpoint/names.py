@@ -1,4 +1,4 @@
-"""The names of a model's tensors in checkpoints: stacks of experts have several."""
+"""Find the names of a model's tensors in checkpoints, of which stacks of experts have several."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..model.weights import is_transposed
 from .parts import Part, all_of
 
 _GATE, _UP, _DOWN = ("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2")
-"""Names of an expert's matrices: those of DeepSeek and Qwen first, then Mixtral's."""
+"""Names of an expert's matrices in checkpoints of DeepSeek and Qwen, then in Mixtral's."""
 
 _MATRICES: dict[str, tuple[tuple[str, ...], ...]] = {
     "gate_up_proj": tuple(zip(_GATE, _UP, strict=True)),
@@ -22,17 +22,17 @@ _MATRICES: dict[str, tuple[tuple[str, ...], ...]] = {
     **dict.fromkeys(("w2", "w2_EDF"), tuple((name,) for name in reversed(_DOWN))),
     **dict.fromkeys(("w3", "w3_EFD"), tuple((name,) for name in reversed(_UP))),
 }
-"""The matrices of an expert by the names of stacks, those of transformers and of torchtitan."""
+"""The names of an expert's matrices, by the name of the stack in transformers or torchtitan."""
 
 NAMES_OF_STACKS = ", ".join(_MATRICES)
 
 
 class Names(NamedTuple):
-    """The name of a tensor in a checkpoint, or the names of the matrices a stack is stored in.
+    """The name of a stored tensor, or the names of the matrices that a stack is stored as.
 
     Attributes:
-        templates: the name; of matrices, names with ``{}`` for the expert, one for each part of its
-            rows, in order.
+        templates: the name; or, for matrices of experts, a name with ``{}`` for the number of the
+            expert for each part of its rows, in order.
         experts: how many experts are stored one by one; None for a tensor that is stored whole.
     """
 
@@ -41,17 +41,17 @@ class Names(NamedTuple):
 
     @property
     def all(self) -> list[str]:
-        """All names, those of an expert after each other."""
+        """All names, expert by expert."""
         if self.experts is None:
             return list(self.templates)
         return [name for expert in range(self.experts) for name in self.of_expert(expert)]
 
     def of_expert(self, expert: int) -> tuple[str, ...]:
-        """Return the names of an expert's parts."""
+        """Return the names of the matrices of one expert."""
         return tuple(template.format(expert) for template in self.templates)
 
     def parts(self, shape: Sequence[int]) -> list[Part]:
-        """Return the stored tensors of these names as parts of the tensor, of ``shape``."""
+        """Return where the stored tensors of these names lie in a tensor of ``shape``."""
         if self.experts is None:
             return [Part(self.templates[0], all_of(shape), all_of(shape), tuple(range(len(shape))))]
         _, rows, cols = shape
@@ -74,9 +74,10 @@ def whole(name: str) -> Names:
 
 
 def possible_names(model: nn.Module) -> dict[str, list[Names]]:
-    """Return all names under which each tensor of a model may be found, by its own name.
+    """Return all names that each tensor of a model may have in a checkpoint.
 
-    The first are the model's own. Nobody stores a stack ``[E, K, N]`` as matrices of experts.
+    The model's own name is the first. No library stores a stack ``[E, K, N]`` as matrices of
+    experts.
     """
     stacks = _stacks(model)
     return {

@@ -1,10 +1,10 @@
-"""The layout of an FP8 checkpoint on disk: names, config and index, and their checks.
+"""Define the layout of an FP8 checkpoint on disk: names, config and index, and their checks.
 
 A checkpoint is a folder of safetensors files, an index of the file of each tensor, and a
 ``config.json``. The weight ``a.weight`` is e4m3 ``[N, K]``. Its scales, one for each 128x128 block,
-are multiplied with it: ``a.weight_scale_inv``, as in DeepSeek-V3 and transformers' "fp8". We write
-them in fp32. A stack of experts ``a.gate_up_proj`` is e4m3 ``[E, N, K]`` beside
-``a.gate_up_proj_scale_inv``, or a matrix or two for each expert (``names.py``), each beside its
+are multiplied by its elements: ``a.weight_scale_inv``, as in DeepSeek-V3 and transformers' "fp8".
+We write them in fp32. A stack of experts ``a.gate_up_proj`` is e4m3 ``[E, N, K]`` with
+``a.gate_up_proj_scale_inv``, or one or two matrices for each expert (``names.py``), each with its
 scales.
 """
 
@@ -25,7 +25,7 @@ SCALE_SUFFIX = "_scale_inv"
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be read, or does not fit; names file, tensor and problem."""
+    """A checkpoint cannot be read or does not fit; the message names file, tensor and problem."""
 
 
 def require_safetensors() -> None:
@@ -58,7 +58,7 @@ def write_shard(file: Path, tensors: dict[str, Tensor]) -> None:
     from safetensors.torch import save_file
 
     file.touch()
-    mode = file.stat().st_mode  # by the umask: safetensors 0.8 lets only the owner read
+    mode = file.stat().st_mode  # permissions by the umask: safetensors 0.8 lets only the owner read
     try:
         save_file(tensors, file, metadata={"format": "pt"})
     except SafetensorError as error:
@@ -75,7 +75,7 @@ def write_shard(file: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def flush(path: Path) -> None:
-    """Write a file, or the names in a folder, to the disk."""
+    """Flush a file, or the entries of a folder, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

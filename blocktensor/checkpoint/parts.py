@@ -1,4 +1,4 @@
-"""Parts of tensors: where a box of one tensor lies in another, in elements and in blocks."""
+"""Describe parts of tensors: where a box of one tensor lies in another, in elements or blocks."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ Box = tuple[slice, ...]
 
 
 class Part(NamedTuple):
-    """A box of this tensor that lies in another one, perhaps with its dimensions in another order.
+    """A box of this tensor that also lies in another one, maybe with permuted dimensions.
 
     Attributes:
         name: of the other tensor.
-        there: where it lies in the other tensor.
-        here: where it lies in this one.
+        there: its indices in the other tensor.
+        here: its indices in this tensor.
         axes: the dimension of the other tensor along each dimension here; None for a dimension of
             size 1 that the other tensor lacks.
     """
@@ -42,14 +42,14 @@ class Part(NamedTuple):
         return other[self.there].permute([*kept, *rest]).reshape(self.shape)
 
     def of(self, name: str) -> Part:
-        """Return the same box as a part of this tensor, whose name is ``name``, in the other."""
+        """Return the inverse: this tensor, named ``name``, as seen from the other one."""
         back = [
             self.axes.index(axis) if axis in self.axes else None for axis in range(len(self.there))
         ]
         return Part(name, self.here, self.there, tuple(back))
 
     def in_blocks(self, here: Sequence[int]) -> Part | None:
-        """Return the part of the other tensor's scales that are the scales of the box.
+        """Return the part of the other tensor's scales that belongs to the box.
 
         Args:
             here: the shape of this tensor.
@@ -60,7 +60,7 @@ class Part(NamedTuple):
         for dim, axis in enumerate(self.axes):
             is_cut, was_cut = dim >= len(here) - 2, axis is None or axis >= len(self.there) - 2
             if axis is not None and is_cut != was_cut and self.shape[dim] > 1:
-                return None  # along one of them, blocks have one element
+                return None  # blocks have one element along one of them
         ends = zip(self.here[-2:], here[-2:], strict=True)
         if any(run.stop % BLOCK and run.stop != size for run, size in ends):
             return None
@@ -75,22 +75,22 @@ def sizes_of(box: Box) -> tuple[int, ...]:
 
 
 def spelled(box: Box) -> str:
-    """Return a box as one writes it to index a tensor."""
+    """Return a box as text, in the syntax of an index."""
     return f"[{', '.join(f'{run.start}:{run.stop}' for run in box)}]"
 
 
 def all_of(shape: Sequence[int]) -> Box:
-    """Return the box that is all of a tensor."""
+    """Return the box that covers a tensor of this shape."""
     return tuple(slice(0, size) for size in shape)
 
 
 def entire(name: str, shape: Sequence[int]) -> Part:
-    """Return the part of a tensor that is another one, all of it."""
+    """Return the part that covers two equal tensors."""
     return Part(name, all_of(shape), all_of(shape), tuple(range(len(shape))))
 
 
 def cover(parts: Sequence[Part], shape: Sequence[int]) -> bool:
-    """Return whether parts that do not overlap are all of a tensor."""
+    """Return whether parts that do not overlap cover a tensor."""
     return sum(math.prod(part.shape) for part in parts) == math.prod(shape)
 
 

@@ -1,4 +1,4 @@
-"""What transformers makes of tensors as it saves and loads a model: its own functions say it.
+"""Run transformers' own functions to see how it saves and loads the tensors of a model.
 
 transformers renames, joins, splits and stacks tensors as it loads, and reverts this as it saves, by
 rules for each kind of model. Its functions get traced tensors here. They act on a skeleton of the
@@ -21,7 +21,7 @@ from ..model.weights import is_fully_sharded
 from ..patches import PROGRESS_BAR
 
 Rules = Sequence[Any]
-"""By which transformers renames and converts tensors as it loads them."""
+"""The rules by which transformers renames and converts tensors when it loads them."""
 
 
 def pretrained_models(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -40,8 +40,8 @@ def pretrained_models(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def skeleton(model: nn.Module) -> nn.Module:
     """Copy the modules of a model, with plain tensors on meta, and without hooks.
 
-    No constructor runs: ``fully_shard`` and others give modules a class whose copies are made by
-    the constructor of the class before. The copies are of that class.
+    No constructor runs. ``fully_shard`` and others replace the class of a module; the copies have
+    the original class.
     """
     modules: dict[nn.Module, nn.Module] = {}
     tensors: dict[int, Tensor] = {}
@@ -71,14 +71,14 @@ def skeleton(model: nn.Module) -> nn.Module:
 
     made = module(model)
     assert made is not None
-    # What a model was loaded from changes what its own save_pretrained reverts: the names of an FP8
-    # checkpoint that it dequantized would be lost, and those of one model would not be another's.
+    # What save_pretrained reverts depends on the checkpoint that a model was loaded from: names of
+    # a dequantized FP8 checkpoint would be lost, and equal models would get different names.
     vars(made).pop("_weight_conversions", None)
     return made
 
 
 def saved(twin: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return what ``save_pretrained`` would write of tensors, by the names that it would write.
+    """Return the tensors that ``save_pretrained`` would write, by their names in the checkpoint.
 
     Args:
         twin: a skeleton of the model.
@@ -90,10 +90,10 @@ def saved(twin: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 class Loaded(NamedTuple):
-    """What ``from_pretrained`` makes of stored tensors.
+    """What ``from_pretrained`` loads into a model.
 
     Attributes:
-        tensors: of the model that get something, by name.
+        tensors: the tensors of the model that are loaded, by name.
         mismatched: names of tensors of the model that would get a tensor of another shape, with
             that shape.
         errors: why tensors of the model, by name, cannot be computed.
@@ -105,7 +105,7 @@ class Loaded(NamedTuple):
 
 
 def rules_of(twin: nn.Module, quantizer: Any = None) -> Rules:
-    """Return the rules of a model. ``quantizer``: of transformers, which adds rules."""
+    """Return the rules of a model; transformers' ``quantizer`` may add some."""
     library = importlib.import_module("transformers.conversion_mapping")
     rules: Rules = library.get_model_conversion_mapping(twin, None, quantizer)
     return rules
@@ -124,14 +124,14 @@ def loaded(
         twin: the skeleton, which changes.
         stored: by their names in the checkpoint.
         rules: of the model.
-        quantizer: of transformers, by which ``twin`` was prepared.
-        dtypes: into which tensors are cast, by patterns of names; default: into the model's.
+        quantizer: transformers' quantizer that has prepared ``twin``.
+        dtypes: the dtypes to cast to, by patterns of names; default: the model's.
     """
     library = importlib.import_module("transformers.core_model_loading")
-    before = [*twin.state_dict(keep_vars=True).values()]  # kept, so that no id is given twice
+    before = [*twin.state_dict(keep_vars=True).values()]  # kept alive, so that no id is reused
     how = SimpleNamespace(
         hf_quantizer=quantizer,
-        weight_mapping=copy.deepcopy(list(rules)),  # some rules have a state
+        weight_mapping=copy.deepcopy(list(rules)),  # a copy, since some rules have a state
         dtype_plan=dtypes,
         **dict.fromkeys(("dtype", "device_map", "disk_offload_folder")),
         offload_buffers=False,

@@ -1,4 +1,4 @@
-"""What ``from_pretrained`` would make of a checkpoint, for a model of transformers."""
+"""Find out what ``from_pretrained`` would load into a transformers model."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ class PretrainedReader:
     All names of the model's tensors begin with its prefix in the model that it is a part of.
 
     Attributes:
-        parts: of a tensor of the model, by its name: the stored tensors of which it consists.
-        computed: the names of the stored tensors from which it is computed otherwise.
+        parts: by the name of a tensor of the model, the parts of stored tensors that it consists
+            of.
+        computed: the names of the stored tensors from which any other tensor is computed.
         failed: why a tensor of the model cannot be made of the stored ones that belong to it.
         mismatched: tensors of another shape that would become a tensor of the model, by its name,
             in words.
@@ -45,9 +46,9 @@ class PretrainedReader:
         """Ask transformers.
 
         Args:
-            prefix, model: of transformers, with the prefix of its names.
+            prefix, model: a model of transformers, and the prefix of its names.
             entries: the stored tensors, without scales, by name.
-            rules: by which it is loaded; default: those that transformers has for it.
+            rules: the rules to load by; default: the rules that transformers has for the model.
         """
         self._prefix, self._model, self._rules = prefix, model, rules
         self._entries = {
@@ -57,7 +58,7 @@ class PretrainedReader:
         }
         try:
             made = self._loaded({})
-        except Exception:  # a version of transformers without such rules: names decide
+        except Exception:  # this version of transformers has no such rules: names decide
             made = Loaded({}, {}, {})
         self.parts: dict[str, tuple[Part, ...]] = {}
         self.computed: dict[str, frozenset[str]] = {}
@@ -77,7 +78,7 @@ class PretrainedReader:
 
     @property
     def names(self) -> dict[str, frozenset[str]]:
-        """The names of the stored tensors from which each tensor of the model is made."""
+        """The names of the stored tensors from which each tensor of the model is computed."""
         joined = {
             name: frozenset(part.name for part in parts) for name, parts in self.parts.items()
         }
@@ -89,14 +90,14 @@ class PretrainedReader:
         return [self._prefix + name for name in self._entries]
 
     def compute(self, read: Callable[[Entry], Tensor]) -> dict[str, Tensor]:
-        """Return the values of all tensors in :attr:`computed`. ``read``: gives a stored tensor."""
+        """Return the values of all tensors in :attr:`computed`; ``read`` gives stored ones."""
         needed = {name for names in self.computed.values() for name in names}
         stored = [name.removeprefix(self._prefix) for name in needed]
         made = self._loaded({name: read(self._entries[name]) for name in stored})
         return {name: made.tensors[name.removeprefix(self._prefix)] for name in self.computed}
 
     def _loaded(self, values: Mapping[str, Tensor]) -> Loaded:
-        """Load stored tensors into a skeleton. ``values``: of some; the others are traced."""
+        """Load stored tensors into a skeleton: ``values``, or traced ones where there are none."""
         stored = {
             name: traced(name, entry.shape, _INTEGERS.get(entry.dtype, torch.bfloat16))
             for name, entry in self._entries.items()

@@ -1,6 +1,6 @@
-"""Reading stored tensors into what a rank holds of a tensor: no more of the files than that.
+"""Read stored tensors into the part of a tensor that a rank holds, and no more of the files.
 
-safetensors maps files into memory, so that only the pages of what is copied are read.
+safetensors maps files into memory, so that only the pages that are copied are read.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .on_disk import CheckpointError
 from .parts import Part
 
 Read = Callable[[Entry], Tensor]
-"""Returns a stored tensor, in the file's memory."""
+"""A function that returns a stored tensor, mapped from its file."""
 
 
 def check_cut(name: str, x: Any, source: Source, recipe: Recipe | None) -> None:
@@ -51,7 +51,7 @@ def read_values(
 ) -> Tensor | list[Tensor]:
     """Return a new tensor for the place of ``x``, or what :func:`write_values` copies into it.
 
-    A new tensor has memory of its own: whoever wrote to a file would else change the model.
+    A new tensor has its own memory: else a write to the file would change the model.
     """
     if source.is_fp8:
         return _read_frozen(x, source, device, recipe, read)
@@ -65,7 +65,7 @@ def read_values(
 def _read_frozen(
     x: Tensor, source: Source, device: torch.device, recipe: Recipe | None, read: Read
 ) -> Tensor:
-    """Return the frozen weight that is stored, or this rank's part of it."""
+    """Return the stored frozen weight, or this rank's part of it."""
     own: Recipe = getattr(fp8_part(x), "recipe", DEFAULT_RECIPE)
     chosen = recipe or own
     format = chosen.weight_format
@@ -95,7 +95,7 @@ def _read_frozen(
 
 
 def dequantized(x: Tensor, source: Source, read: Read) -> Tensor:
-    """Return the values, on the CPU, of an FP8 weight that is stored of ``x``, all of it."""
+    """Return the values of the whole stored FP8 weight of ``x``, on the CPU."""
     plain = torch.empty(x.shape, dtype=x.dtype, device="meta")
     made: Any = _read_frozen(plain, source, torch.device("cpu"), DEFAULT_RECIPE, read)
     values: Tensor = made.dequantize()
@@ -110,7 +110,7 @@ def _empty_as(x: Any) -> Tensor:
 
 @torch.no_grad()
 def write_values(x: Tensor, source: Source, values: Sequence[Tensor]) -> None:
-    """Copy the values of a source into a tensor that is not FP8, or into its master."""
+    """Copy the values of a source into a plain tensor, or into the master of a weight."""
     part, into = fp8_part(x), own_part(x)
     if isinstance(part, MasterBase):
         part._before_write()
@@ -126,12 +126,12 @@ def _fill(
     read: Read,
     into: Tensor | None = None,
 ) -> None:
-    """Copy what this rank holds of ``x`` from its stored parts.
+    """Copy the part of ``x`` that this rank holds from the stored parts.
 
     Args:
         x: a plain tensor or a DTensor.
         entries, parts: the stored tensors, and where they are in all of ``x``.
-        into: the memory; default: of ``x`` itself.
+        into: the memory to write; default: the memory of ``x``.
     """
     memory = own_part(x) if into is None else into
     for region in held(x).regions:

@@ -1,4 +1,4 @@
-"""Writing FP8 checkpoints: the ranks of a model take turns to write its files."""
+"""Write FP8 checkpoints: the ranks of a model take turns to write its files."""
 
 from __future__ import annotations
 
@@ -51,15 +51,15 @@ def save_fp8(
     After ``unfreeze``, changes of less than half an FP8 step round back; a warning says how much is
     kept. ``freeze(model, rounding="stochastic")`` keeps them on average.
 
-    Nothing of it counts before all is written and on the disk: a killed process leaves the previous
-    checkpoint or the new one. ``overwrite`` replaces the index, the config and the files that the
-    index names, by files of other names, and ``model.safetensors``, which would hide the index from
-    transformers; every other file in the folder stays. A link to a folder is followed. Only one
-    process, or the ranks of one model, may save to a folder at a time.
+    The new checkpoint takes effect when all of it is on the disk: a killed process leaves the
+    previous checkpoint or the new one. ``overwrite`` replaces the index, the config and the files
+    that the index names, by files of other names, and ``model.safetensors``, which would hide the
+    index from transformers; every other file in the folder stays. A link to a folder is followed.
+    Only one process, or the ranks of one model, may save to a folder at a time.
 
     All ranks of a sharded model call it alike, with a folder that all of them see. Each writes a
-    share of the weights, which are gathered in FP8, as by :func:`iter_fp8`. The folder is that of
-    one process, byte for byte.
+    share of the weights, which are gathered in FP8, as by :func:`iter_fp8`. The folder has the same
+    bytes as one written by one process.
 
     Args:
         model: any module, converted; sharded by ``fully_shard``, tensor parallel, expert parallel
@@ -79,8 +79,8 @@ def save_fp8(
 
     Raises:
         ImportError: safetensors is not installed.
-        ValueError: a shard size below 1; no FP8 weight, or none that transformers would read in
-            FP8 (GPT-2's Conv1D); a tensor on meta; an FP8 weight that holds NaN or Inf, which
+        ValueError: a shard size below 1; no FP8 weight, or only such that transformers cannot read
+            in FP8 (GPT-2's Conv1D); a tensor on meta; an FP8 weight that holds NaN or Inf, which
             :func:`load_fp8` refuses; ``separate_experts`` for a stack ``[E, K, N]``, one of another
             name, or one whose matrices share blocks.
         RuntimeError: transformers cannot say what it would read.
@@ -144,7 +144,7 @@ def _config_of(model: nn.Module) -> dict[str, Any]:
 def _shards(units: Iterable[Unit], folder: Path, tag: str, limit: int) -> dict[Path, list[Unit]]:
     """Divide all units into files of at most ``limit`` bytes, or of one unit.
 
-    ``tag``: part of their names, which are then those of no other file.
+    ``tag``: a part of their names that makes them unique.
     """
     shards: list[list[Unit]] = []
     size = limit + 1

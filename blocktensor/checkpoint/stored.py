@@ -1,4 +1,4 @@
-"""Which tensors a checkpoint holds of a model, and of which parts of the model's they consist."""
+"""Decide which tensors a checkpoint holds, and of which parts of the model they consist."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ class Stored(NamedTuple):
     """A tensor of a checkpoint.
 
     Attributes:
-        name: in the checkpoint.
+        name: its name in the checkpoint.
         shape: of the tensor.
         of: the names of the tensors of the model from which it is made.
-        parts: of which it consists; None if transformers computes it, in ``save_pretrained``.
+        parts: the parts that it consists of; None if transformers computes it in
+            ``save_pretrained``.
     """
 
     name: str
@@ -32,7 +33,7 @@ class Stored(NamedTuple):
 
     @property
     def expert(self) -> int | None:
-        """Which one of a stack it belongs to, if it is a part of one expert."""
+        """The number of the expert that it is a part of; None if it is not part of one expert."""
         if self.parts is None or len(self.parts) != 1:
             return None
         there = self.parts[0].there
@@ -41,23 +42,23 @@ class Stored(NamedTuple):
 
     @property
     def module(self) -> str:
-        """The name of its module in the checkpoint; of an expert, the module of all."""
+        """The name of its module in the checkpoint; for an expert, of the module of all experts."""
         words = self.name.split(".")
         places = [i for i, word in enumerate(words) if word == str(self.expert)]
         return ".".join(words[: places[-1]] if places else words[:-1])
 
 
 Group = list[Stored]
-"""The stored tensors that are made of the same tensors of the model."""
+"""The stored tensors that are computed from the same tensors of the model."""
 
 
 def whole(name: str, shape: Sequence[int]) -> Stored:
-    """Return a tensor that is stored under its own name."""
+    """Describe a tensor that is stored whole, under the model's name."""
     return Stored(name, tuple(shape), (name,), (entire(name, shape),))
 
 
 def groups_of(model: nn.Module) -> list[Group]:
-    """Return what ``save_pretrained`` writes of a model's tensors; others keep their own names.
+    """Return the tensors that ``save_pretrained`` writes; other tensors keep the model's names.
 
     If transformers' function fails or is missing, tensors of its models keep their names, too.
     """
@@ -120,15 +121,15 @@ def stored_as(
 ) -> list[Group]:
     """Choose between the tensors that ``save_pretrained`` writes and the model's own.
 
-    A group takes the model's own if a block of an FP8 weight would be cut, or if transformers
-    computes one of the tensors otherwise than by joining and splitting. So do all stacks of experts
-    of a module of which one does.
+    A group keeps the model's own tensors if a block of an FP8 weight would be cut, or if
+    transformers does not compute a tensor by joining and splitting alone. If one stack of experts
+    of a module does so, all do.
 
     Args:
-        groups: of :func:`groups_of`.
-        shapes: of the model's tensors, by name.
-        fp8: the names of those that are to be stored in FP8.
-        own: the names of those that are to take their own names in any case.
+        groups: the result of :func:`groups_of`.
+        shapes: the shapes of the model's tensors, by name.
+        fp8: the names of the tensors to store in FP8.
+        own: the names of the tensors that keep their names in any case.
     """
     chosen: list[Group] = []
     left: list[Group] = []
@@ -145,7 +146,7 @@ def stored_as(
 
 
 def members_of(group: Group) -> list[str]:
-    """Return the names of the tensors of the model from which a group is made."""
+    """Return the names of the model's tensors from which a group is computed."""
     return list(dict.fromkeys(name for stored in group for name in stored.of))
 
 
@@ -160,7 +161,7 @@ def _of_stacks(
 
 
 def _fits(group: Group, shapes: Mapping[str, tuple[int, ...]], fp8: Collection[str]) -> bool:
-    """Return True if nothing of a group is lost, and no block is cut."""
+    """Return True if a group loses no values and cuts no block."""
     in_fp8 = any(name in fp8 for name in members_of(group))
     if any(stored.parts is None for stored in group):
         return not in_fp8

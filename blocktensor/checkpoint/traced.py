@@ -1,8 +1,7 @@
-"""Tensors without values that know of which parts of other tensors they consist.
+"""Trace which parts of other tensors a tensor consists of, without values.
 
-Somebody else's function that renames, splits, joins, stacks and transposes tensors gets them in
-place of tensors. What it returns says what it does to the values, whoever wrote it: no values are
-needed, and no list of the functions that exist.
+A function that renames, splits, joins, stacks and transposes tensors is called with traced tensors.
+Its results tell what it does to values. This works for any function, without a list of known ones.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ class _Block(NamedTuple):
     """A box of a traced tensor.
 
     Attributes:
-        at: where it begins.
-        view: a view of all of its origin, on meta.
+        at: its first index in the traced tensor.
+        view: a view of the whole origin, on meta.
         origin: the name, and the shape, of the tensor that it is a part of.
     """
 
@@ -55,8 +54,8 @@ class TracedTensor(torch.Tensor):
     """A tensor without values.
 
     Attributes:
-        names: of all tensors from which it is made.
-        blocks: it consists of these; None if its values are computed otherwise.
+        names: the names of all tensors from which it is computed.
+        blocks: the blocks that it consists of; None if its values are computed.
     """
 
     names: frozenset[str]
@@ -66,7 +65,7 @@ class TracedTensor(torch.Tensor):
     def __new__(
         cls, layout: _Layout, names: frozenset[str], blocks: tuple[_Block, ...] | None
     ) -> TracedTensor:
-        """Make one of a layout."""
+        """Make a traced tensor of a layout."""
         shape, strides, dtype = layout
         made: TracedTensor = wrapper(
             cls, shape, strides=strides, dtype=dtype, device=torch.device("cpu")
@@ -79,14 +78,14 @@ class TracedTensor(torch.Tensor):
 
     @property
     def parts(self) -> tuple[Part, ...] | None:
-        """The parts of other tensors of which it consists; None if it is computed otherwise."""
+        """The parts of other tensors that it consists of; None if its values are computed."""
         found = [] if self.blocks is None else [_part(block) for block in self.blocks]
         known = tuple(part for part in found if part is not None)
         return known if known and len(known) == len(found) else None
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        if func._schema.is_mutable:  # views of the tensor that is written would have other values
+        if func._schema.is_mutable:  # views of the written tensor would change their values
             raise NotImplementedError(f"{func} writes to a tensor, which is not traced")
         kwargs = {name: value for name, value in (kwargs or {}).items() if name != "device"}
         names = frozenset[str]().union(*(x.names for x in _traced_in((*args, *kwargs.values()))))
@@ -102,14 +101,14 @@ class TracedTensor(torch.Tensor):
 
 
 def traced(name: str, shape: Sequence[int], dtype: torch.dtype) -> TracedTensor:
-    """Return the tensor ``name``, traced."""
+    """Return a traced tensor for the tensor ``name``."""
     like = torch.empty(tuple(shape), dtype=dtype, device="meta")
     block = _Block((0,) * like.ndim, like, (name, tuple(shape)))
     return TracedTensor(_Layout.of(like), frozenset([name]), (block,))
 
 
 def _traced_in(values: Iterable[Any]) -> Iterator[TracedTensor]:
-    """Yield the traced tensors in arguments of an op, those in lists too."""
+    """Yield the traced tensors among the arguments of an op, also in lists."""
     for x in values:
         if isinstance(x, TracedTensor):
             yield x
@@ -128,7 +127,7 @@ def _described(x: Any) -> Any:
 def _layouts(func: Any, args: Any, kwargs: Any) -> _Layout | list[_Layout]:
     """Return the layout of the result, or of each result, of an op.
 
-    The op runs on meta, and raises what it would raise. The tensors of many experts have the same
+    The op runs on meta, and raises as usual. Results are cached: many experts have the same
     layouts.
     """
 
@@ -141,7 +140,7 @@ def _layouts(func: Any, args: Any, kwargs: Any) -> _Layout | list[_Layout]:
     return [_Layout.of(x) for x in made] if isinstance(made, (list, tuple)) else _Layout.of(made)
 
 
-# What ops make of blocks: a rule returns the blocks of each result
+# Rules: functions from the blocks of an op's arguments to the blocks of each result
 
 _Blocks = list[tuple[_Block, ...] | None]
 
@@ -151,14 +150,14 @@ def _same(func: Any, args: Sequence[Any], kwargs: Any) -> _Blocks:
 
 
 def _view(func: Any, args: Sequence[Any], kwargs: Any) -> _Blocks | None:
-    """Take views of a tensor that is a view of one other."""
+    """View a tensor that consists of one block."""
     x, *rest = args
     if x.blocks is None or len(x.blocks) != 1:
         return None
     (block,) = x.blocks
     try:
         made = func(block.view, *rest, **kwargs)
-    except RuntimeError:  # of a copy, whose elements lie in another order in the origin
+    except RuntimeError:  # a copy, whose elements have another order than in the origin
         return None
     views = made if isinstance(made, (list, tuple)) else [made]
     return [(_Block((0,) * view.ndim, view, block.origin),) for view in views]
@@ -198,7 +197,7 @@ _RULES: dict[Any, Callable[[Any, Sequence[Any], Any], _Blocks | None]] = {
 
 
 def _part(block: _Block) -> Part | None:
-    """Return a block as a box of its origin; None if it is none."""
+    """Return a block as a part of its origin; None if it is not a box there."""
     view, (name, shape) = block.view, block.origin
     strides = torch.empty(shape, device="meta").stride()
     wide = {stride: axis for axis, stride in enumerate(strides) if shape[axis] > 1}
@@ -223,7 +222,7 @@ def _part(block: _Block) -> Part | None:
 def _with_single(
     axes: Sequence[int | None], shape: Sequence[int], dims: int
 ) -> tuple[int | None, ...]:
-    """Return ``axes`` with the dimensions of size 1 that both tensors have at the same place."""
+    """Return ``axes``, completed by dimensions of size 1 at the same place in both tensors."""
     found = list(axes)
     if len(shape) == dims:
         for dim in range(dims):

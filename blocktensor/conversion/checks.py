@@ -1,4 +1,4 @@
-"""Check a weight before it changes: each check raises with the remedy, and changes nothing."""
+"""Check a weight before it is converted: each check raises with a remedy, and changes nothing."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def castable(
     """Raise unless ``weight`` can become FP8 in place, or take another recipe.
 
     Args:
-        weight: a parameter of a linear or of experts.
+        weight: a parameter of a linear layer or of experts.
         what: names it in the error message.
         recipe: the one that is asked for.
-        modules: its module, and those known to be above it.
+        modules: its module, and the modules known to be above it.
 
     Raises:
         ValueError: it has no shape yet; it is frozen in FP8, or sharded, with another recipe.
@@ -84,10 +84,10 @@ def castable(
 
 
 def _castable_again(fp8: Any, what: str, recipe: Recipe | None) -> None:
-    """Raise if a weight that is FP8 already has no master on this rank to cast again."""
+    """Raise if a weight in FP8 has no master on this rank that could be cast again."""
     if isinstance(fp8, BlockwiseFP8Weight):
         return
-    assert recipe is not None  # else it would stay as it is
+    assert recipe is not None  # else it would not change
     names = [
         x.name for x in fields(recipe) if getattr(recipe, x.name) != getattr(fp8.recipe, x.name)
     ]
@@ -103,14 +103,14 @@ def _castable_again(fp8: Any, what: str, recipe: Recipe | None) -> None:
 
 
 def _not_gathered_yet(weight: Any, local: Tensor, what: str, recipe: Recipe | None) -> bool:
-    """Return whether FSDP2 shards the weight; else it is a stack that ranks share in products."""
+    """Return whether FSDP2 shards the weight; else each rank multiplies by its part of a stack."""
     of_fsdp, has_run = sharded_with(owner_of(local))
     if not of_fsdp and weight.ndim == 3:
         format = (recipe or DEFAULT_RECIPE).weight_format
         check_cuts(weight.shape, weight.device_mesh, weight.placements, format, what)
         return False
     dims = [x.dim for x in weight.placements if not x.is_replicate()]
-    # replicas aside, FSDP2 alone shards over one dimension of its mesh
+    # without replicas, FSDP2 alone shards over one dimension of its mesh
     if not of_fsdp or (len(dims) > 1 and not _are_whole_experts(weight, dims, of_fsdp)):
         remedy = (
             "DTensor would compute its gradient in high precision; give ColwiseParallel or "
@@ -134,7 +134,7 @@ def _not_gathered_yet(weight: Any, local: Tensor, what: str, recipe: Recipe | No
 def _are_whole_experts(
     weight: Tensor, dims: Sequence[int], of_fsdp: Sequence[ShardedParam]
 ) -> bool:
-    """Return whether a stack is cut between experts only, as by EP, and then sharded by FSDP2.
+    """Return whether EP has cut a stack between experts only, before FSDP2 sharded it.
 
     ``dims``: the dimensions along which it is cut, FSDP2's own among them.
     """
@@ -146,12 +146,12 @@ def _are_whole_experts(
 def swappable(parameter: Tensor, what: str, action: str = "convert") -> None:
     """Raise RuntimeError unless the content of ``parameter`` can be exchanged in place.
 
-    These are the conditions of ``torch.utils.swap_tensors``, asked before anything changes. Weak
-    references to a tensor that is in FP8 already do no harm: its ``.data`` is set.
+    These are the conditions of ``torch.utils.swap_tensors``, checked before anything changes. Weak
+    references to a tensor that is in FP8 already are allowed: only its ``.data`` is set.
 
     Args:
         parameter: of a module.
-        what, action: name the parameter, and what is to be done to it, in the error message.
+        what, action: the names of the parameter and of the change, for the error message.
     """
     cannot = f"cannot {action} {what} {list(parameter.shape)} in place"
     if not isinstance(parameter, FP8Base) and weakref.getweakrefs(parameter):
@@ -171,8 +171,8 @@ def _is_in_use(parameter: Tensor) -> bool:
     uses: int = parameter._use_count()  # type: ignore[attr-defined]
     if uses < 2 or not (parameter.is_leaf and parameter.requires_grad):
         return uses > 1
-    # The second use may be its AccumulateGrad node, which does no harm: swap_tensors makes it raise
-    # if a backward reaches it. If it is not, asking for the node makes a third use.
+    # The second reference may be its AccumulateGrad node, which is allowed: swap_tensors makes it
+    # raise if a backward reaches it. If it is another one, asking for the node adds a third.
     edge = torch.autograd.graph.get_gradient_edge(parameter)
     in_use: bool = parameter._use_count() > 2  # type: ignore[attr-defined]
     del edge

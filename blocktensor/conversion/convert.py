@@ -1,10 +1,10 @@
 """Convert a model's weights to FP8 in place: find, decide, check, swap, report.
 
-1. ``product_weights`` finds a model's matrices, each a ``Matrix`` that passes through all steps.
-2. ``conversion_plan`` decides which are to be cast, and why the others are left alone.
-3. ``conversion_checks`` raises if one of these cannot be cast: nothing has changed so far.
-4. Here, the parameters take their FP8 content, and modules the hooks that keep it.
-5. ``conversion_report`` prints what becomes of each matrix, whose reasons are written here.
+1. ``model/weights.py`` finds a model's matrices, each a ``Matrix`` that passes through all steps.
+2. ``plan.py`` decides which are to be cast, and why the others are left alone. 3. ``checks.py``
+raises if one of these cannot be cast: nothing has changed so far. 4. Here, the parameters take
+their FP8 content, and modules the hooks that keep it. 5. ``report.py`` prints what happens to each
+matrix, with the reasons that this file writes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from ..model.names import (
     Experts,
-    is_module,
+    check_module,
     named_experts,
     weights_to_skip,
     with_all_above,
@@ -34,7 +34,7 @@ from ..model.weights import (
     why_unconvertible,
 )
 from ..patches import apply_for_fp8
-from ..recipe import DEFAULT_RECIPE, Recipe, is_recipe
+from ..recipe import DEFAULT_RECIPE, Recipe, check_recipe
 from ..sharding.dtensor import fp8_part, is_parallel, local_of, own_part
 from ..sharding.fsdp.fsdp_internals import owner_of
 from ..tensor.base import FP8Base
@@ -51,18 +51,17 @@ from .warn import warn_of_container, warn_of_nothing, warn_of_stacks
 def to_blockwise_fp8_weights(module: nn.Module, recipe: Recipe | None = None) -> None:
     """Convert the weights of one module in place: ``model.apply(to_blockwise_fp8_weights)``.
 
-    Linears are nn.Linear and transformers' Conv1D; experts, the stacks ``[E, N, K]`` or
-    ``[E, K, N]`` of transformers' modules that ``@use_experts_implementation`` marks and of
-    torchtitan's GroupedExperts. Other modules, parametrized weights, weights of another library's
-    tensor type, stacks of four dimensions, and the output projection of nn.MultiheadAttention
-    (which multiplies by it without calling it) are left unchanged. The parameter keeps its
-    identity: tied modules, optimizers and parameter groups hold the FP8 weight. A weight that
-    requires a gradient
-    becomes a :class:`BlockwiseFP8Weight`, a frozen one a :class:`BlockwiseFP8Tensor` whose
-    high-precision copy is dropped (on the meta device: a BlockwiseFP8Weight, to be initialised
-    later), also if another module holds it, an embedding say, whose forward then raises;
-    :func:`convert`, which sees all modules, leaves such a weight alone. A weight that FSDP2 has
-    sharded is gathered in FP8 from then on; convert it before the first forward.
+    Linear layers are nn.Linear and transformers' Conv1D; experts, the stacks ``[E, N, K]`` or ``[E,
+    K, N]`` of transformers' modules that ``@use_experts_implementation`` marks and of torchtitan's
+    GroupedExperts. Other modules, parametrized weights, weights of another library's tensor type,
+    stacks of four dimensions, and the output projection of nn.MultiheadAttention (which multiplies
+    by it without calling it) are left unchanged. The parameter keeps its identity: tied modules,
+    optimizers and parameter groups hold the FP8 weight. A weight that requires a gradient becomes a
+    :class:`BlockwiseFP8Weight`, a frozen one a :class:`BlockwiseFP8Tensor` whose high-precision
+    copy is dropped (on the meta device: a BlockwiseFP8Weight, to be initialised later), also if
+    another module holds it, an embedding say, whose forward then raises; :func:`convert`, which
+    sees all modules, leaves such a weight alone. A weight that FSDP2 has sharded is gathered in FP8
+    from then on; convert it before the first forward.
 
     Args:
         module: any module.
@@ -74,16 +73,16 @@ def to_blockwise_fp8_weights(module: nn.Module, recipe: Recipe | None = None) ->
         UserWarning: the module has no such weight, but modules below it have, none in FP8.
 
     Raises:
-        NotImplementedError: the weight is a linear's that another tensor parallel style has cut, a
-            stack that is cut inside 128x128 blocks, or a frozen DTensor of FSDP2 or of a parallel
-            linear, or FSDP2 has gathered it already; under FakeTensorMode.
+        NotImplementedError: another tensor parallel style has cut the weight of a linear layer; a
+            stack is cut inside 128x128 blocks; the weight is a frozen DTensor of FSDP2 or of a
+            parallel linear layer, or FSDP2 has gathered it already; under FakeTensorMode.
         TypeError: the weight is not bf16, fp16 or fp32; ``recipe`` is no Recipe.
         ValueError: the weight has no shape yet (nn.LazyLinear); it is frozen, or sharded, in FP8
             with another recipe.
         RuntimeError: the parameter is in use by an autograd graph or held by a wrapper such as DDP.
     """
-    is_module(module, "to_blockwise_fp8_weights")
-    is_recipe(recipe)
+    check_module(module, "to_blockwise_fp8_weights")
+    check_recipe(recipe)
     keys = weights_of(module)
     if not keys:
         warn_of_container(module)
@@ -118,26 +117,26 @@ def convert(
 ) -> ConversionReport:
     """Convert a model's weights to FP8 in place, and report on every matrix.
 
-    These are linears (nn.Linear and transformers' Conv1D) and stacks of experts (of transformers'
-    modules that ``@use_experts_implementation`` marks, of torchtitan's GroupedExperts, and those
-    that ``stacks`` names). Embeddings are left alone, and so is the head (a linear that is tied to
-    an embedding, or maps to as many outputs as one has entries, or has a usual name in the place of
-    a head) unless ``convert_head=True``. All checks come before the first change: a call that
-    raises leaves the model as it was.
+    These are linear layers (nn.Linear and transformers' Conv1D) and stacks of experts (of
+    transformers' modules that ``@use_experts_implementation`` marks, of torchtitan's
+    GroupedExperts, and those that ``stacks`` names). Embeddings are left alone, and so is the head
+    (a linear layer that is tied to an embedding, or maps to as many outputs as one has entries, or
+    has a usual name in the place of a head) unless ``convert_head=True``. All checks come before
+    the first change: a call that raises leaves the model as it was.
 
     Args:
         model: any module; names in the report are relative to it.
         recipe: numeric choices for all converted layers; by default ``Recipe()``, and weights that
             are FP8 already stay as they are. A recipe that is given is also taken by trainable
             weights that are FP8 already.
-        filter: ``filter(module, name) -> bool``; False skips a linear, or a stack, whose name is
-            that of the parameter.
+        filter: ``filter(module, name) -> bool``; False skips a linear layer or a stack. For a
+            stack, ``name`` is the name of the parameter.
         skip: shell-style patterns of module names, e.g. ``["*.router", "vision_tower"]``. The
             modules of these names and all below them are skipped; ``"*.down_proj"`` is also the
             name of a stack.
-        skip_small: skip weights that are too small to be faster in FP8: True for the
-            measured sizes, False for none, or a :class:`MinSizes`. On a GPU where only the portable
-            kernels run, True skips experts of any size, and more linears.
+        skip_small: skip weights that are too small to be faster in FP8: True for the measured
+            sizes, False for none, or a :class:`MinSizes`. On a GPU where only the portable kernels
+            run, True skips experts of any size, and more linear layers.
         stacks: names of other stacks ``[E, N, K]`` or ``[E, K, N]``, by shell-style patterns of
             module names, e.g. ``{"*.moe": ["w_up", "w_down"]}``.
         convert_head: convert the head too, unless it is tied to an embedding.
@@ -160,8 +159,8 @@ def convert(
             is as large as stacks of experts are, and neither ``stacks`` nor ``skip`` names it; a
             Hopper GPU lacks the fast path.
     """
-    is_module(model, "convert")
-    is_recipe(recipe)
+    check_module(model, "convert")
+    check_recipe(recipe)
     if filter is not None and not callable(filter):
         raise TypeError(f"filter={filter!r} is not callable: expected filter(module, name) -> bool")
     if not isinstance(skip_small, (bool, MinSizes)):
@@ -216,11 +215,11 @@ def _register_hooks(module: nn.Module) -> None:
         apply_for_fp8()
 
 
-# The report, which is written before anything changes
+# The report is written before anything changes
 
 
 def _entry(matrix: Matrix, recipe: Recipe) -> Entry:
-    """Return the row of a matrix; ``recipe``: of a chosen one."""
+    """Return the report's row for a matrix, with ``recipe`` if the matrix was chosen."""
     weight, fp8 = matrix.parameter, fp8_part(matrix.parameter)
     before = _bytes_of(weight, None if fp8 is None else fp8.recipe)
     after = _bytes_of(weight, recipe) if matrix.is_chosen else before
@@ -264,7 +263,7 @@ def _why_converted(linear: Matrix) -> str:
 
 
 def _why_parallel(module: nn.Module, weight: Tensor) -> str:
-    """Say what a rank holds of a tensor parallel linear, and if that is too small to be faster."""
+    """Say which part of a parallel linear layer a rank holds, and if it is too small to gain."""
     local = local_of(weight)
     assert local is not None
     held = " x ".join(map(str, local.shape))
@@ -275,7 +274,7 @@ def _why_parallel(module: nn.Module, weight: Tensor) -> str:
 
 
 def _bytes_of(weight: Tensor, recipe: Recipe | None) -> int:
-    """Return the bytes on this rank; ``recipe``: of a weight that is FP8, or is to be."""
+    """Return the bytes on this rank of a weight in FP8, with ``recipe``, or in high precision."""
     if is_lazy(weight):
         return 0
     own = own_part(weight)
@@ -288,7 +287,7 @@ def _bytes_of(weight: Tensor, recipe: Recipe | None) -> int:
 
 
 def _lacks_master(weight: Tensor) -> bool:
-    """Return True if a weight that is FP8, or is to be, has no high-precision values then."""
+    """Return True if a weight has no high-precision values once it is in FP8."""
     own = own_part(weight)
     if isinstance(own, FP8Base):
         return isinstance(own, BlockwiseFP8Tensor)

@@ -16,21 +16,21 @@ from ..ops.grouped_gemm.choose_backend import GROUPED_BACKENDS
 from ..ops.registry import Backend
 
 VERSIONS = "Triton 3.6 to 3.9, which torch 2.11 to 2.15 bring, has it"
-"""Which versions have the fast path, for messages."""
+"""The versions that have the fast path, for messages."""
 
 FAMILIES: dict[str, Sequence[Backend[Any]]] = {
     "casts": CAST_BACKENDS,
     "GEMMs": GEMM_BACKENDS,
     "grouped GEMMs": GROUPED_BACKENDS,
 }
-"""The tables of backends, by what their ops are called in reports."""
+"""The tables of backends by the names of their ops in reports."""
 
 
 def gpu_of(device: torch.device) -> torch.device | None:
     """Return the GPU with FP8 that a model on ``device`` runs on, if it is known.
 
-    A model on the CPU or meta device is taken to run on the current GPU, where this process uses
-    CUDA already: asking must not start it.
+    A model on the CPU or meta device is assumed to run on the current GPU if this process uses CUDA
+    already: a question must not initialize CUDA.
     """
     if device.type != "cuda":
         if not torch.cuda.is_initialized():
@@ -40,12 +40,12 @@ def gpu_of(device: torch.device) -> torch.device | None:
 
 
 def is_portable(device: torch.device, stack: bool) -> bool:
-    """Return True if only portable kernels multiply by a weight, or a ``stack``, on a GPU."""
+    """Return True if a GPU has only portable kernels for matmuls with a weight or a ``stack``."""
     return FAMILIES["grouped GEMMs" if stack else "GEMMs"][0].unusable(device) is not None
 
 
 def _missing(device: torch.device) -> str:
-    """Return the parts of the fast path that a GPU lacks, and why; "" for none.
+    """Return the parts of the fast path that a GPU lacks, and why; "" if it lacks none.
 
     GPUs other than Hopper lack all GEMMs: the portable kernels run there.
     """

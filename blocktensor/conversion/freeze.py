@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 from torch import Tensor, nn
 
-from ..model.names import is_module
+from ..model.names import check_module
 from ..model.weights import Matrix, fp8_weights, frozen_form, kind_of, why_unconvertible
 from ..sharding.dtensor import fp8_part, with_local
 from ..sharding.fsdp.gather import GatheredInFP8
@@ -29,20 +29,20 @@ def freeze(model: nn.Module, *, rounding: Rounding = "nearest", seed: int = 0) -
     """Drop the high-precision masters of a model's FP8 weights: 1 byte a weight, no gradient.
 
     By default forward and dgrad keep their bits, since they read the same cast. After
-    :func:`unfreeze` masters lie on the grid of FP8, and changes of less than half a step, those of
-    a merged adapter for example, round back. A warning says how much is kept. Other parameters do
-    not change: ``model.requires_grad_(False)`` freezes them.
+    :func:`unfreeze` all masters are FP8 numbers times scales, and changes of less than half a step,
+    for example by a merged adapter, round back. A warning says how much is kept. Other parameters
+    do not change: ``model.requires_grad_(False)`` freezes them.
 
     Args:
         model: any module, with converted weights.
         rounding: ``"stochastic"`` rounds each value up or down at random, with the master as the
             expected value: it keeps small changes on average, and adds noise of less than a step.
             Blocks that have not changed since :func:`unfreeze` keep their bytes. For weights that
-            were trained in high precision ``"nearest"`` is closer.
+            were trained in high precision, ``"nearest"`` has the smaller error.
         seed: of the random numbers. The same seed gives the same bytes on the same kind of device.
 
     Returns:
-        The names of the linears, and of the stacks of experts, that were frozen.
+        The names of the linear layers, and of the stacks of experts, that were frozen.
 
     Raises:
         ValueError: another module of the model, an embedding say, holds the weight too.
@@ -53,7 +53,7 @@ def freeze(model: nn.Module, *, rounding: Rounding = "nearest", seed: int = 0) -
     Warns:
         UserWarning: the model has no FP8 weight, or FP8 loses most of a change.
     """
-    is_module(model, "freeze")
+    check_module(model, "freeze")
     if rounding not in get_args(Rounding):
         raise ValueError(f"rounding={rounding!r}: expected one of {', '.join(get_args(Rounding))}")
     if type(seed) is not int:
@@ -67,7 +67,7 @@ def freeze(model: nn.Module, *, rounding: Rounding = "nearest", seed: int = 0) -
         made = frozen_form(weight.module, weight.key, master, held.recipe)
         if rounding == "stochastic":
             round_at_random_(made, master, origin, _generator(master.device, seed, next(numbers)))
-        else:  # at random everything is kept on average
+        else:  # stochastic rounding keeps all changes on average
             kept.add(origin, master, made)
         return made
 
@@ -79,8 +79,8 @@ def freeze(model: nn.Module, *, rounding: Rounding = "nearest", seed: int = 0) -
 def _generator(device: torch.device, seed: int, number: int) -> torch.Generator:
     """Return a source of noise for one weight.
 
-    Its seed is none that models are initialized with: noise from the same random numbers as the
-    values would be correlated with them.
+    Its seed differs from the seeds that models are initialized with: the same random numbers would
+    correlate the noise with the values.
     """
     digest = hashlib.sha256(f"stochastic rounding {seed} {number}".encode()).digest()
     return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
@@ -104,7 +104,7 @@ def unfreeze(model: nn.Module) -> list[str]:
         fully_shard(model)
 
     Returns:
-        The names of the linears, and of the stacks of experts, that are now trainable.
+        The names of the linear layers, and of the stacks of experts, that are now trainable.
 
     Raises:
         NotImplementedError: FSDP2 has sharded a weight; unfreeze before ``fully_shard``.
@@ -113,7 +113,7 @@ def unfreeze(model: nn.Module) -> list[str]:
     Warns:
         UserWarning: the model has no FP8 weight.
     """
-    is_module(model, "unfreeze")
+    check_module(model, "unfreeze")
 
     def trainable(weight: Matrix, held: Any) -> Tensor | None:
         if not isinstance(held, BlockwiseFP8Tensor):
@@ -126,7 +126,7 @@ def unfreeze(model: nn.Module) -> list[str]:
 
 
 Swapped = Callable[[Matrix, Any], Tensor | None]
-"""Returns the other kind of an FP8 weight; None if it is of that kind already.
+"""A function that returns the other kind of an FP8 weight; None if it is of that kind already.
 
 It gets the matrix, and the FP8 weight, which is the local part of a DTensor.
 """
@@ -160,7 +160,7 @@ def _swap_all(model: nn.Module, action: str, swapped: Swapped) -> list[str]:
         held = fp8_part(old)
         if id(old) not in done and (new := swapped(weight, held)) is not None:
             new = new if held is old else with_local(old, new)
-            del held  # references to it are counted
+            del held  # its references are counted
             old.grad = None
             swap_in(old, new)
             old.requires_grad_(trains)
@@ -178,7 +178,7 @@ def _check(weight: Matrix, action: str, other: str | None) -> None:
     what = f"the weight of {weight.label!r}" if weight.label else "the weight"
     fp8 = fp8_part(weight.parameter)
     is_trained = isinstance(fp8, BlockwiseFP8Weight) and not fp8.is_meta
-    # what FSDP2 gathers of a trainable weight is of the frozen kind, but requires a gradient
+    # a trainable weight that FSDP2 has gathered has the frozen type, but requires a gradient
     looks_gathered = isinstance(fp8, BlockwiseFP8Tensor) and weight.parameter.requires_grad
     has_ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
     if isinstance(fp8, GatheredInFP8) or (looks_gathered and has_ranks):
@@ -187,10 +187,10 @@ def _check(weight: Matrix, action: str, other: str | None) -> None:
             f"was: {action} the model before fully_shard and parallelize_module; an FP8 checkpoint "
             f"is loaded before, too (load_fp8, {action}, fully_shard)"
         )
-    del fp8  # references to it are counted
+    del fp8  # its references are counted
     swappable(weight.parameter, what, action)
     if is_trained and action == "freeze" and other is not None:
         raise ValueError(
             f"the weight of {weight.label!r} cannot be frozen, because another module reads its "
-            f"values too ({other}): give the linear a copy of its own, or leave it trainable"
+            f"values too ({other}): give the linear layer a copy of its own, or leave it trainable"
         )

@@ -1,8 +1,8 @@
-"""What rounding to FP8 keeps of the changes to weights since they were unfrozen.
+"""Measure which share of the changes since ``unfreeze`` rounding to FP8 keeps.
 
-The master of an unfrozen weight lies on the grid of FP8. A change of less than half a step rounds
-back, and most changes by a merged adapter are smaller. So ``unfreeze`` notes a sample of each
-weight, and ``freeze`` and ``save_fp8`` warn if most of a change is lost.
+The values of an unfrozen master are FP8 numbers times scales. A change of less than half a step
+rounds back, and most changes by a merged adapter are smaller. So ``unfreeze`` notes a sample of
+each weight, and ``freeze`` and ``save_fp8`` warn if most of a change is lost.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
 
 SAMPLE = 8192
-"""Values of a weight that are compared, at random places."""
+"""Number of values of a weight that are compared, at random places."""
 
 ENOUGH = 0.9
-"""The share of a change whose loss is not worth a warning."""
+"""The kept share of a change above which there is no warning."""
 
 BLOCKS_AT_ONCE = 8
-"""Rows of blocks that are rounded together, for which fp32 copies are made."""
+"""Rows of blocks that are rounded together, in fp32 copies."""
 
 _SAME = 2**-5
-"""Values that differ by less, relatively, are one FP8 number; neighbors differ by 2^-4 or more."""
+"""Relative difference below which values are one FP8 number: neighbors differ by 2^-4 or more."""
 
 
 class Origin(NamedTuple):
     """The frozen form from which a master was made.
 
     Attributes:
-        scale: of its blocks.
+        scale: the scales of its blocks.
         values: a sample of the master at that time, fp32.
-        format: of the form.
+        format: the format of the form.
         is_columnwise: True if the form was the columnwise one.
     """
 
@@ -49,42 +49,42 @@ class Origin(NamedTuple):
 
 
 def held_form(fp8: BlockwiseFP8Tensor) -> tuple[Quantized, bool]:
-    """Return a form that a frozen weight holds, and True if it is the columnwise one."""
+    """Return a form that a frozen weight holds, and whether it is the columnwise one."""
     row, col = fp8.operand
     return (fp8.columnwise(), True) if row is None and col is not None else (fp8.rowwise(), False)
 
 
 def remember(parameter: Tensor, frozen: BlockwiseFP8Tensor, master: Tensor) -> None:
-    """Note on a parameter that ``master`` was made of a frozen form."""
+    """Store on a parameter the frozen form from which ``master`` was made."""
     form, is_columnwise = held_form(frozen)
     values = _sample(master, is_columnwise).float()
     parameter._frozen_as = Origin(form.scale.clone(), values, form.format, is_columnwise)  # type: ignore[attr-defined]
 
 
 def origin_of(parameter: Any) -> Origin | None:
-    """Return what :func:`remember` noted on a parameter."""
+    """Return what :func:`remember` stored on a parameter."""
     return parameter.__dict__.get("_frozen_as")
 
 
 def forget(parameter: Any) -> None:
-    """Drop what :func:`remember` noted."""
+    """Drop what :func:`remember` stored on a parameter."""
     parameter.__dict__.pop("_frozen_as", None)
 
 
 class Kept:
-    """The share of the changes of several weights that their FP8 forms hold."""
+    """The share of the changes to several weights that their FP8 forms keep."""
 
     def __init__(self) -> None:
         self._change = self._kept = self._moved = self._same = 0.0
 
     def add(self, origin: Origin | None, master: Tensor, fp8: BlockwiseFP8Tensor) -> None:
-        """Compare the FP8 form of a master with what the master was made of."""
+        """Compare the FP8 form of a master with the form from which the master was made."""
         form, is_columnwise = held_form(fp8)
         if origin is None or master.is_meta or is_columnwise != origin.is_columnwise:
             return
         old = origin.values.to(master.device)
         now = _sample(master, is_columnwise).float()
-        # a change of the dtype is none
+        # a change of the dtype is no change of values
         converted = [old, *(old.to(dtype).float() for dtype in (torch.bfloat16, torch.float16))]
         new = _sample_of_form(form).to(master.dtype).float() - old
         moved = torch.stack([now != each for each in converted]).all(0)
@@ -153,7 +153,7 @@ def _matrices(x: Tensor) -> list[Tensor]:
 
 
 def _places(count: int) -> Tensor:
-    """Return random indices of ``count`` values, the same for every tensor of this size."""
+    """Return ``count`` random indices, the same for every tensor of this size."""
     generator = torch.Generator().manual_seed(count)
     return torch.randint(max(1, count), (min(count, SAMPLE),), generator=generator)
 

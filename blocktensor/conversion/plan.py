@@ -31,7 +31,7 @@ from .report import ALREADY, MinSizes
 Filter = Callable[[nn.Module, str], bool]
 
 NO_FAST_PATH = "no fast path"
-"""Begins the reason of a weight that would be slower than bf16 without the fast path."""
+"""Prefix of the reason why a weight would be slower than in bf16 without the fast path."""
 
 HEAD_NAMES = (
     "lm_head",
@@ -45,7 +45,7 @@ HEAD_NAMES = (
     "classifier",
     "score",
 )
-"""Usual last names of a linear that maps to the vocabulary, or to classes."""
+"""Usual last names of a linear layer that maps to the vocabulary, or to classes."""
 
 
 @dataclass(frozen=True)
@@ -53,10 +53,10 @@ class Choices:
     """The arguments of one call of ``convert``.
 
     Attributes:
-        skipped: the weights that patterns name, each with its pattern.
+        skipped: the weights that ``skip`` names, each with its pattern.
         small: the thresholds of sizes; True for the measured ones, False for none.
         heads: the heads of the model, each with the reason.
-        head: convert them, too.
+        head: whether to convert heads, too.
     """
 
     recipe: Recipe | None
@@ -79,7 +79,7 @@ def decide(matrices: Sequence[Matrix], choices: Choices) -> None:
 
 
 def _decide_on(tied: Sequence[Matrix], choices: Choices) -> None:
-    """Decide on one parameter. ``tied``: all that hold it, in the order of modules."""
+    """Decide on one parameter; ``tied``: its matrices in all modules that hold it."""
     linears = [matrix for matrix in tied if matrix.unconvertible is None]
     others = [kind_of(matrix.module) for matrix in tied if matrix.unconvertible is not None]
     first = linears[0] if linears else tied[0]
@@ -87,7 +87,7 @@ def _decide_on(tied: Sequence[Matrix], choices: Choices) -> None:
     if not linears:
         left = {first: str(first.unconvertible)}
     elif others and not left and not (first.parameter.requires_grad or first.parameter.is_meta):
-        # one of these may read the values that would be dropped
+        # one of these may read the values that conversion would drop
         left = {first: f"frozen, and another module holds it too: {others[0]}"}
     is_fp8 = fp8_part(first.parameter) is not None
     if left and is_fp8 and is_read(first.module, first.key, first.parameter):
@@ -96,7 +96,7 @@ def _decide_on(tied: Sequence[Matrix], choices: Choices) -> None:
 
 
 def _conclude(tied: Sequence[Matrix], first: Matrix, left: Mapping[Matrix, str]) -> None:
-    """Choose a parameter by its first linear unless some are ``left``, each with the reason."""
+    """Choose the first matrix of a parameter unless some are ``left``, each with the reason."""
     in_fp8 = not left or fp8_part(first.parameter) is not None
     first.is_chosen = not left
     for matrix in tied:
@@ -108,7 +108,7 @@ def _conclude(tied: Sequence[Matrix], first: Matrix, left: Mapping[Matrix, str])
             matrix.why = None if matrix is first else f"tied to {first.label!r}"
             if matrix.unconvertible and not matrix.in_fp8:
                 matrix.why = f"{matrix.unconvertible}; {matrix.why}"
-        elif matrix.unconvertible is None:  # a linear that could be converted by itself
+        elif matrix.unconvertible is None:  # it could be converted by itself
             refused, reason = next(iter(left.items()))
             matrix.why = f"tied to {refused.label!r}: {reason}"
         else:
@@ -144,7 +144,7 @@ def _why_left(linear: Matrix, tied: Sequence[Matrix], choices: Choices) -> str |
 
 
 def _why_small(linear: Matrix, choices: Choices) -> str | None:
-    """Return why the products with a weight would be slower in FP8; None if they would not."""
+    """Return why the matmuls with a weight would be slower in FP8; None if they would not."""
     if choices.small is False:
         return None
     weight, part = linear.parameter, local_stack(linear.parameter)
@@ -169,9 +169,9 @@ def _thresholds(choices: Choices) -> MinSizes:
 
 
 def _small_on_average(matrices: Sequence[Matrix], choices: Choices) -> dict[Matrix, str]:
-    """Return the chosen linears that are left for the others to be large on average, with reasons.
+    """Return the chosen linear layers to skip so that the others are large on average.
 
-    Linears of one size are left together.
+    Linear layers of one size are left together.
     """
     if choices.small is False:
         return {}
@@ -180,20 +180,20 @@ def _small_on_average(matrices: Sequence[Matrix], choices: Choices) -> dict[Matr
         matrix: math.prod(matrix.parameter.shape)
         for matrix in matrices
         if matrix.is_chosen
-        and matrix.parameter.ndim == 2  # not a lazy one, of one dimension
+        and matrix.parameter.ndim == 2  # not a lazy one, which has one dimension
         and fp8_part(matrix.parameter) is None
     }
     left: dict[Matrix, str] = {}
     while sizes and (mean := sum(sizes.values()) / len(sizes)) < least:
         smallest = min(sizes.values())
-        why = f"small: linears with N K >= {smallest} have {mean:.0f} on average < {least}"
+        why = f"small: linear layers with N K >= {smallest} have {mean:.0f} on average < {least}"
         left |= {x: f"{why} (skip_small)" for x, size in sizes.items() if size == smallest}
         sizes = {x: size for x, size in sizes.items() if size > smallest}
     return left
 
 
 def is_to_be_cast(weight: Any, recipe: Recipe | None) -> bool:
-    """Return True for a weight that is not FP8 yet, or is asked to take another recipe."""
+    """Return True if a weight is not FP8 yet, or must take another recipe."""
     fp8 = fp8_part(weight)
     return fp8 is None or (recipe is not None and fp8.recipe != recipe)
 
@@ -202,14 +202,14 @@ def is_to_be_cast(weight: Any, recipe: Recipe | None) -> bool:
 
 
 def heads_of(model: nn.Module) -> dict[nn.Module, str]:
-    """Return the linears that are heads, each with the reason.
+    """Return the linear layers that are heads, each with the reason.
 
-    A linear is a head if
+    A linear layer is a head if
 
     - it has as many outputs as an embedding of the model has entries (and not as many inputs), and
       is not part of a repeated block, or
-    - it has one of the usual names, is not part of a repeated block, and the body of the model lies
-      beside it: a module with children of its own, or an embedding, or
+    - it has one of the usual names, is not part of a repeated block, and its parent also holds the
+      body of the model (a module with children, or an embedding), or
     - it is part of a repeated block, and has both the name and the size (multi-token prediction).
 
     A part of a repeated block lies below an entry of an ``nn.ModuleList``, or of another container

@@ -1,4 +1,4 @@
-"""The report of a conversion: one entry for every matrix of a model, with the reason."""
+"""Report a conversion: one entry for every matrix of a model, with the reason."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ class MinSizes:
 
     A stack of experts ``[E, N, K]`` is skipped if N < expert_n, K < expert_k or N K < expert_size.
 
-    The smallest linears are skipped, too, until the others have N K >= mean on average: in eager
-    mode an FP8 linear takes more host time than one in bf16, which only large ones earn.
+    The smallest linear layers are skipped, too, until the others have N K >= mean on average: in
+    eager mode an FP8 linear layer takes more host time than a bf16 one, and only large layers save
+    more than that.
 
     The defaults come from ``python -m benchmarks small`` on an H200: from these sizes on, FP8 is
     faster in CUDA graphs at 4096 tokens, in eager mode at 16384 (docs/experiments/host_time.md).
-    Those of experts come from ``python -m benchmarks experts``: from these sizes on, a layer's
-    kernels take less time from 512 tokens an expert on, and its eager steps from 65,536 tokens in
-    all on. A conversion does not know the number of tokens.
+    The defaults for experts come from ``python -m benchmarks experts``: from these sizes on, a
+    layer's kernels take less time from 512 tokens an expert on, and its eager steps from 65,536
+    tokens in all on. A conversion does not know the number of tokens.
     """
 
     n: int = 1024
@@ -40,27 +41,27 @@ class MinSizes:
     def measured(cls) -> MinSizes:
         """Return the sizes of ``skip_small=True``: at 4096 tokens a model is faster in eager mode.
 
-        A linear of 4096 x 4096 is, with the slowest host that we met, where one of 7168 x 2048 ran
-        at 0.96 of bf16's speed (``python -m benchmarks linear``).
+        With the slowest host that we measured, a linear layer of 4096 x 4096 is faster than bf16,
+        and one of 7168 x 2048 runs at 0.96 of bf16's speed (``python -m benchmarks linear``).
         """
         return cls(mean=4096 * 4096)
 
     @classmethod
     def portable(cls) -> MinSizes:
-        """Return the sizes of linears where only the portable kernels run.
+        """Return the sizes of linear layers where only the portable kernels run.
 
         Measured on an H100, 4096 tokens, in a CUDA graph: 2048 x 4096 runs at 0.98 of bf16's speed,
-        7168 x 2048 at 1.07, 4096 x 4096 at 1.10; with sizes that are no multiples of 128 slower
+        7168 x 2048 at 1.07, 4096 x 4096 at 1.10; sizes that are no multiples of 128 are slower
         (10944 x 2048: 0.92).
         """
         return cls(size=3 * 2048 * 2048, mean=4096 * 4096)
 
     def experts(self) -> MinSizes:
-        """Return the sizes for matrices of a stack of experts, which one product multiplies by."""
+        """Return the sizes for stacks of experts, by which one grouped matmul multiplies."""
         return MinSizes(self.expert_n, self.expert_k, self.expert_size)
 
     def undercut(self, n: int, k: int) -> list[str]:
-        """Return the sizes of a weight ``[n, k]`` that are too small, each with its threshold."""
+        """Describe the sizes of a weight ``[n, k]`` that are too small, with their thresholds."""
         sizes = (("N", n, self.n), ("K", k, self.k), ("N K", n * k, self.size))
         return [f"{what}={found} < {least}" for what, found, least in sizes if found < least]
 
@@ -70,7 +71,7 @@ class Entry:
     """A parameter of two or more dimensions: ``converted`` or not, with the reason.
 
     Attributes:
-        name: of the parameter, relative to the model, without ``.weight``.
+        name: the name of the parameter in the model, without ``.weight``.
         shape: its sizes; empty if it is not initialized yet.
         bytes_before, bytes_after: see :class:`ConversionReport`; 0 if an earlier entry counts them.
         elements: number of values; 0 if an earlier entry has the same parameter.
@@ -161,6 +162,6 @@ class ConversionReport(Report):
 
     def _percent(self, elements: int) -> str:
         if not elements:
-            return "-"  # another line counts them
+            return "-"  # another row counts them
         percent = f"{self._share(elements):.1%}"
         return "<0.1%" if percent == "0.0%" else percent

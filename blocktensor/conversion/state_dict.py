@@ -1,4 +1,4 @@
-"""Hooks with which a converted module saves and loads plain tensors, as if not converted.
+"""Register hooks that save and load plain tensors, as if the module was not converted.
 
 A frozen weight is an FP8 tensor in ``state_dict``. ``torch.distributed.checkpoint`` can cut and
 join plain tensors alone: ``get_model_state_dict`` gets a frozen weight as a dict of two,
@@ -39,7 +39,7 @@ def register_state_hooks(module: nn.Module) -> None:
 
 
 def _join(module: nn.Module, name: str, parameter: Tensor | None) -> None:
-    """Register the hooks of a module that is given an FP8 weight, of another module say."""
+    """Register the hooks of a module that gets an FP8 weight, for example from another module."""
     if fp8_part(parameter) is not None:
         register_state_hooks(module)
 
@@ -53,11 +53,11 @@ def _join_all() -> Any:
 
 
 def _plain_parts(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """Unwrap local parts; a whole master is plain already (``overrides/by_caller.py``)."""
+    """Replace FP8 parts by plain ones; whole weights come plain (``overrides/by_caller.py``)."""
     for name, parameter in module._parameters.items():
         value = state.get(f"{prefix}{name}")
         local = local_of(value)
-        if isinstance(local, MasterBase) and value is not parameter:  # it is with keep_vars=True
+        if isinstance(local, MasterBase) and value is not parameter:  # keep_vars=True
             state[f"{prefix}{name}"] = with_local(value, local.master)
         elif _is_frozen(value) and saves_parts():
             state[f"{prefix}{name}"] = _parts(f"{prefix}{name}", value)
@@ -81,11 +81,11 @@ def _wrap_loaded_weights(
 
 
 _PARTS = "data", "scale"
-"""Keys of the parts of a frozen weight, and suffixes of its names in a checkpoint."""
+"""Keys of the parts of a frozen weight, and suffixes of their names in a checkpoint."""
 
 
 def _is_frozen(weight: Any) -> bool:
-    """Return True for a weight that :func:`frozen_parts` takes."""
+    """Return True for a weight that :func:`frozen_parts` accepts."""
     part = fp8_part(weight)
     return isinstance(part, FrozenShard) or (
         isinstance(part, BlockwiseFP8Tensor) and part.format.transposes
@@ -96,7 +96,7 @@ def _parts(name: str, weight: Any) -> dict[str, Tensor]:
     """Return the parts of a frozen weight for a checkpoint.
 
     Raises:
-        NotImplementedError: a rank has several pieces of it.
+        NotImplementedError: a rank holds several pieces of the weight.
     """
     parts = dict(zip(_PARTS, frozen_parts(weight), strict=True))
     if len(held(weight).regions) > 1:
@@ -109,7 +109,7 @@ def _parts(name: str, weight: Any) -> dict[str, Tensor]:
 
 
 def _joined(name: str, weight: Tensor, parts: Mapping[str, Any]) -> Tensor:
-    """Return the frozen weight of loaded parts.
+    """Return the frozen weight that consists of loaded parts.
 
     Raises:
         ValueError: ``weight`` is not frozen, is cut in another way, or has a recipe that the
@@ -135,7 +135,7 @@ def _joined(name: str, weight: Tensor, parts: Mapping[str, Any]) -> Tensor:
 
 
 def _layout(x: Any) -> list[Any]:
-    """Return what must agree for a part to be loaded."""
+    """Return the facts of a part that must agree before a load."""
     return [getattr(x, name, None) for name in ("shape", "dtype", "placements")]
 
 
@@ -145,7 +145,7 @@ def _is_plain_value(value: Any, weight: Tensor) -> bool:
 
 
 def _wrapped(module: nn.Module, name: str, weight: Any, value: Any) -> Any:
-    """Return a plain tensor as the FP8 type of ``weight``, which it replaces; else None."""
+    """Return a plain tensor in the FP8 type of ``weight``, which it will replace; else None."""
     if (part := local_stack(weight)) is not None:
         local = local_of(value)
         if local is None:

@@ -1,6 +1,6 @@
-"""Warn of calls that convert nothing, and of large stacks of matrices that nobody has named.
+"""Warn of calls that convert nothing, and of large stacks that ``stacks`` does not name.
 
-Warnings point to the caller of the function that calls these.
+The warnings point to the code that called the public function.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from .report import ConversionReport, MinSizes
 
 
 def warn_of_container(module: nn.Module) -> None:
-    """Warn of a module without weights of its own above weights that could be converted.
+    """Warn if a module has no weights itself, but modules below it have.
 
-    ``apply`` converts the modules below a module first: then some of these are in FP8.
+    ``apply`` converts the modules below a module first, so that some of them are in FP8.
     """
     below = [(x, key) for x in module.modules() for key in weights_of(x)]
     if any(fp8_part(x._parameters.get(key)) is not None for x, key in below):
@@ -38,7 +38,7 @@ def warn_of_container(module: nn.Module) -> None:
 
 
 def warn_of_nothing(model: nn.Module, matrices: list[Matrix], report: ConversionReport) -> None:
-    """Warn that no weight is in FP8, and say what would convert some."""
+    """Warn that no weight is in FP8, and say how to convert some."""
     kinds = Counter(entry.reason.partition(":")[0] for entry in report.entries)
     counts = ", ".join(f"{kind} ({count})" for kind, count in kinds.items()) or "none"
     remedies = []
@@ -62,7 +62,7 @@ def warn_of_nothing(model: nn.Module, matrices: list[Matrix], report: Conversion
 
 
 def warn_of_stacks(model: nn.Module, matrices: list[Matrix], skipped: Mapping[Weight, str]) -> None:
-    """Warn of parameters that are as large as experts, and that nobody has named."""
+    """Warn of parameters as large as experts that neither ``stacks`` nor ``skip`` names."""
     large = [
         matrix
         for matrix in matrices

@@ -1,4 +1,4 @@
-"""The names that compiled Python code reads, and what it does that cannot be watched."""
+"""Find the names that compiled Python code reads, and refuse code that cannot be watched."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _VARIABLES = ("LOAD_GLOBAL", "LOAD_NAME")
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "LOAD_SUPER_METHOD")
 
 _NOTHING = ("CACHE", "EXTENDED_ARG", "NOP", "PUSH_NULL", "NOT_TAKEN")
-"""Instructions that are no part of what code does."""
+"""Instructions without an effect of their own."""
 
 _WRITES = {
     "STORE_ATTR": "changes",
@@ -24,7 +24,7 @@ _WRITES = {
     "DELETE_GLOBAL": "changes",
     "IMPORT_NAME": "imports",
 }
-"""Instructions that change something or read all of a file, and the verb of the reason."""
+"""Instructions that change something or read all of a module, and a verb for the message."""
 
 _LOCALS = ("LOAD_FAST", "LOAD_FAST_BORROW", "LOAD_FAST_CHECK", "LOAD_DEREF")
 _CONSTANTS = ("LOAD_CONST", "LOAD_SMALL_INT")
@@ -81,22 +81,22 @@ _BUILTINS = frozenset(
         *(n for n, x in vars(builtins).items() if isinstance(x, type) and issubclass(x, Exception)),
     )
 )
-"""Functions and classes that read nothing but their arguments, and leave nothing."""
+"""Functions and classes that read only their arguments, and have no side effects."""
 
 _SPECIAL = frozenset(("__class__", "__name__", "__qualname__", "__init__", "__call__", "__new__"))
-"""Attributes with names of Python's own that lead to nothing but what has other names too."""
+"""Special attributes of Python that lead only to objects which have other names, too."""
 
 _BY_ANY_NAME = frozenset(
     name for name in vars(nn.Module) if not hasattr(Tensor, name) and not name.startswith("__")
 ) - {"forward", "training", "apply", "_call_impl"}
-"""Methods of modules that read or change attributes which the code does not name."""
+"""Methods of modules that read or change attributes by names that are not in the code."""
 
 _HOOKS = frozenset(name for name in dir(Tensor) if name.startswith("register_")) | {"retain_grad"}
-"""Methods that leave something on a tensor."""
+"""Methods that register a hook on a tensor."""
 
 
 class CannotWatch(Exception):
-    """A forward reads or changes something that cannot be watched. The text says what."""
+    """Raised if a forward reads or changes something that cannot be watched; says what."""
 
 
 @dataclass
@@ -107,7 +107,8 @@ class Names:
         variables: variables of the file, and builtins.
         attributes: attributes of anything.
         tried: attributes that may be missing: ``getattr`` with a default, ``hasattr``.
-        tried_on: attributes whose values have these: ``weight`` of ``hasattr(m.weight, "x")``.
+        tried_on: attributes on whose values these are tried: ``weight`` in
+            ``hasattr(m.weight, "x")``.
     """
 
     variables: set[str] = field(default_factory=set)
@@ -121,7 +122,7 @@ def names_of(code: CodeType) -> Names:
     """Return the names that ``code`` reads.
 
     Raises:
-        CannotWatch: it changes or imports something, or reads attributes that it does not name.
+        CannotWatch: the code changes or imports something, or reads attributes without naming them.
     """
     found = Names()
     for each in _nested(code):
@@ -146,13 +147,13 @@ def names_of(code: CodeType) -> Names:
 
 
 def _fills_new_object(code: CodeType, instructions: Sequence[dis.Instruction], index: int) -> bool:
-    """Return True if ``__init__`` writes an attribute of the object that is made."""
+    """Return True if ``__init__`` writes an attribute of the new object."""
     is_init = code.co_name == "__init__" and instructions[index].opname == "STORE_ATTR"
     return is_init and instructions[index - 1].argval == code.co_varnames[0]
 
 
 def check_builtin(name: str) -> None:
-    """Check that a builtin reads nothing but its arguments.
+    """Check that a builtin reads only its arguments.
 
     Raises:
         CannotWatch: it may read or change anything, such as ``vars``.
@@ -193,7 +194,7 @@ def _chain_given(function: str, after: Sequence[dis.Instruction]) -> list[str]:
             chain.append(rest.pop(0).argval)
         name = rest.pop(0) if rest and rest[0].opname == "LOAD_CONST" else None
         while rest and rest[0].opname in (*_CONSTANTS, *_LOCALS, *_VARIABLES, *_ATTRIBUTES):
-            rest.pop(0)  # a default
+            rest.pop(0)  # the default of getattr
         is_called = bool(rest) and rest[0].opname.startswith(("CALL", "PRECALL"))
         if name is not None and isinstance(name.argval, str) and is_called:
             _check_attribute(name.argval)

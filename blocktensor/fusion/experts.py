@@ -1,4 +1,4 @@
-"""Experts that compute a gated MLP by groups of rows, as one ``functional.gated_experts``."""
+"""Run experts that compute a gated MLP by groups of rows as ``functional.gated_experts``."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ _Dtypes = tuple[torch.dtype, torch.dtype]
 """Dtypes of rows and of stacks."""
 
 IMPLEMENTATION = "grouped_mm"
-"""The implementation of transformers whose order of sums this is, which is its default."""
+"""The implementation of transformers, its default, whose order of sums this file uses."""
 
 
 @dataclass(frozen=True)
 class Experts(Gated):
-    """Experts that are given rows sorted by expert, and their groups.
+    """Experts whose forward gets rows sorted by expert, and their groups.
 
     Attributes:
         gate, up, down: names of the stacks ``[E, out, in]``; gate and up may be one.
-        dtypes: those with which this was verified.
-        ends: True if the module is given the ends of groups, ``offs``, and not their sizes.
+        dtypes: the pairs of dtypes with which this was verified.
+        ends: True if the module gets the ends of groups, ``offs``, and not their sizes.
         to_local: True if it takes the local parts of stacks that are DTensors.
     """
 
@@ -72,7 +72,7 @@ class Experts(Gated):
 
     @classmethod
     def why_unwatched(cls, module: nn.Module) -> str:
-        """Return why no later forward could notice a change of what the forward computes."""
+        """Return why later forwards could not notice a change of what the forward computes."""
         kind = RoutedExperts if _routes_rows(module) else Experts
         return super(Experts, kind).why_unwatched(module)
 
@@ -86,7 +86,7 @@ class Experts(Gated):
         return [Experts(*linears, x, ends=ends) for ends, x in both]
 
     def verify(self, module: nn.Module, drawn: Drawn) -> tuple[Pattern | None, str]:
-        """Verify the experts with each pair of dtypes that they may get, and on cut stacks.
+        """Verify the experts with each pair of dtypes that may occur, and on cut stacks.
 
         The module's forward may take the local parts of stacks that ranks have cut, as
         torchtitan's does, or do anything else with a DTensor.
@@ -109,7 +109,7 @@ class Experts(Gated):
         return made, ""
 
     def why_not(self, module: Any, *args: Any) -> str | None:
-        """Return why these arguments have to be given to the module's own forward, if they have."""
+        """Return why the module's own forward must run on these arguments, if it must."""
         x, groups = args
         if not isinstance(x, Tensor) or x.ndim != 2:
             return "its rows are no matrix"
@@ -118,12 +118,12 @@ class Experts(Gated):
         if self.ends and groups.dtype != torch.int32:
             return "the ends of its groups are not int32"
         dtype = autocast_dtype(x)
-        if dtype not in (None, torch.bfloat16):  # it may convert to a dtype of its own in between
+        if dtype not in (None, torch.bfloat16):  # it may convert to its own dtype
             return f"it was not verified under an autocast to {dtype}"
         return self._why_other_stacks(module, x.dtype)
 
     def _why_other_stacks(self, module: nn.Module, rows: torch.dtype) -> str | None:
-        """Return why one function cannot serve the stacks, for rows of a dtype, if it cannot."""
+        """Return why one function cannot compute with these stacks and rows of a dtype, if so."""
         held: dict[str, Any] = {}
         for name in self.linears:
             stack: Any = module._parameters.get(name)
@@ -150,7 +150,7 @@ class Experts(Gated):
         )
 
     def _stack_of(self, module: nn.Module, name: str, dtype: torch.dtype) -> Any:
-        """Return a stack as the products of the module's own forward read it for these rows."""
+        """Return a stack as the matmuls of the module's own forward read it for these rows."""
         stack: Any = module._parameters.get(name)
         if self.to_local and local_of(stack) is not None:
             stack = stack.to_local()
@@ -161,18 +161,18 @@ class Experts(Gated):
         return [(module, name, name) for name in self.linears]
 
     def drawn_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype of stacks that is verified."""
+        """Return the dtype of drawn stacks."""
         return self.dtypes[0][1]
 
     def held_as(self, parameter: nn.Parameter) -> Any:
-        """Return a stack, as ranks cut it if that is to be verified."""
+        """Return a drawn stack, cut as by ranks if cut stacks are verified."""
         return as_if_cut(parameter) if self.to_local else parameter
 
     def _rows(self, stack: Tensor, drawn: Drawn) -> Tensor:
         return drawn.rows(stack).flatten(0, 1).to(self.dtypes[0][0])
 
     def sample(self, parameters: Mapping[str, Tensor], drawn: Drawn) -> Sample:
-        """Return rows of some experts, of none and of no group."""
+        """Return rows for some experts, no rows for others, and rows of no group."""
         stack = parameters[self.gate]
         x = self._rows(stack, drawn)
         sizes = torch.zeros(len(stack), dtype=torch.int32, device=x.device)
@@ -183,17 +183,17 @@ class Experts(Gated):
 
 
 class RoutedExperts(Experts):
-    """Experts of transformers, which are given tokens, and the experts and weights of each."""
+    """Experts of transformers, whose forward gets tokens and the experts and weights of each."""
 
     inputs = 3
 
     @classmethod
     def code_of(cls, kind: Any) -> list[Any]:
-        """Return the implementation that transformers chooses, which :meth:`why_not` compares."""
+        """Return the implementation that transformers runs, which :meth:`why_not` compares."""
         return [_grouped_mm()]
 
     def why_not(self, module: Any, *args: Any) -> str | None:
-        """Return why these arguments have to be given to the module's own forward, if they have."""
+        """Return why the module's own forward must run on these arguments, if it must."""
         x, index, weights = args
         if not isinstance(x, Tensor) or x.ndim != 2:
             return "its tokens are no matrix"
@@ -205,11 +205,11 @@ class RoutedExperts(Experts):
         dtype = autocast_dtype(x)
         if dtype is None or x.dtype in (dtype, torch.float32):
             return None
-        # the module's own forward converts h, of autocast's dtype, to that of the stacks
+        # the module's own forward converts h from autocast's dtype to the dtype of the stacks
         return f"h is rounded to {x.dtype} under an autocast to {dtype}"
 
     def run(self, module: Any, *args: Any) -> Tensor:
-        """Compute all experts as one function of tokens ``[T, K]``, and sum what each token gets.
+        """Compute all experts as one function of tokens ``[T, K]``, and sum the results by token.
 
         The experts of each token, and the weights of their outputs, are ``[T, chosen]``.
         """
@@ -217,7 +217,7 @@ class RoutedExperts(Experts):
         stacks: list[Any] = [module._parameters[name] for name in self.linears]
         experts, chosen = stacks[0].shape[0], index.shape[-1]
         by_expert, order = torch.sort(index.reshape(-1))  # [T * chosen]
-        # histc, as it needs no synchronisation; of integers on CUDA alone
+        # histc needs no synchronisation; integers only on CUDA
         numbers = by_expert.int() if x.is_cuda else by_expert.float()
         sizes = torch.histc(numbers, bins=experts, min=0, max=experts - 1)
         y = self._gated(x[order // chosen], stacks, sizes.cumsum(0, dtype=torch.int32))
@@ -231,14 +231,14 @@ class RoutedExperts(Experts):
         return {"num_experts": len(parameters[self.gate])}
 
     def sample(self, parameters: Mapping[str, Tensor], drawn: Drawn) -> Sample:
-        """Return tokens with two experts each, and none for one of the experts."""
+        """Return tokens with two experts each, so that one expert gets no tokens."""
         stack = parameters[self.gate]
         rows = self._rows(stack, drawn)
         tokens, used = torch.arange(len(rows), device=rows.device), max(1, len(stack) - 1)
         index = torch.stack([tokens * 5 % used, (tokens * 3 + 1) % used], 1)
 
         def routed(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            weights = x[:, :2].float().clamp(-1, 1).softmax(-1)  # their gradients show in x's
+            weights = x[:, :2].float().clamp(-1, 1).softmax(-1)  # their gradients reach x
             return x, index, weights.to(x.dtype)
 
         return rows, routed
@@ -259,16 +259,17 @@ def _registered() -> Any:
 
 
 def _routes_rows(module: nn.Module) -> bool:
-    """Return True for modules that ``@use_experts_implementation`` of transformers makes."""
+    """Return True for modules with transformers' ``@use_experts_implementation``."""
     attributes = vars(module)
     flags = "has_gate", "has_bias", "is_transposed"
     return "config" in attributes and all(isinstance(attributes.get(x), bool) for x in flags)
 
 
 def why_other_routing(module: Any, stack: str) -> str | None:
-    """Return why a module that routes rows does so in another way, if it does.
+    """Return why a module routes rows in another way than the verified one, if it does.
 
-    It is asked in every forward: these attributes may change. ``stack``: the name of a stack.
+    It is called in every forward, since these attributes may change. ``stack``: the name of a
+    stack.
     """
     chosen = getattr(module.config, "_experts_implementation", None)
     if chosen != IMPLEMENTATION:
@@ -287,7 +288,7 @@ def why_other_routing(module: Any, stack: str) -> str | None:
 
 
 def _stays_cut(stack: Any) -> bool:
-    """Return True for a stack that is a DTensor in forward too, where FSDP2 has gathered it."""
+    """Return True for a stack that is still a DTensor in forward, after a gather by FSDP2."""
     local = local_of(stack)
     if local is None:
         return False
@@ -296,7 +297,7 @@ def _stays_cut(stack: Any) -> bool:
 
 
 def _dtypes(stacks: torch.dtype) -> list[_Dtypes]:
-    """List the dtypes that a forward may have: all that a module converts, or FSDP2."""
+    """List the dtypes that may occur in a forward: all, if a module or FSDP2 converts them."""
     if stacks != torch.float32:
         return [(stacks, stacks)]
     return [(torch.bfloat16, stacks), (stacks, stacks), (torch.bfloat16, torch.bfloat16)]

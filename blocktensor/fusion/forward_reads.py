@@ -1,12 +1,12 @@
 """Find all that a forward may read, watch it, and refuse what cannot be watched.
 
-The fused form of a module computes what the forward of the module computed when it was verified.
-So ``fuse`` looks for every object that the forward can reach, before it runs the forward:
-it begins with the code of the forward (:mod:`.code_names`), looks up the names that the code reads
-in all objects that the code can reach, and goes on with the code that it finds there. Constants,
-functions, classes and objects with attributes are watched: every later forward compares them. A
-forward that reads anything else (a list, a tensor, a counter), or that writes an attribute or a
-variable, is refused. Patterns check parameters, and hooks of inner linear layers.
+A fused module computes what its forward computed when ``fuse`` verified it. So ``fuse`` first looks
+for every object that the forward can reach. It begins with the code of the forward
+(:mod:`.code_names`), looks up the names that the code reads in all objects that the code can reach,
+and goes on with the code that it finds there. Constants, functions, classes and objects with
+attributes are watched: every later forward compares them. A forward that reads anything else (a
+list, a tensor, a counter), or that writes an attribute or a variable, is refused. Patterns
+themselves check parameters, and hooks of inner linear layers.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ _CONSTANTS = (
     torch.memory_format,
     torch.Size,
 )
-"""Types of objects that never change, and that are compared by value."""
+"""Types of immutable objects, which are compared by value."""
 
 _COLLECTIONS = (tuple, frozenset)
-"""Types of objects that never change if what they hold does not."""
+"""Types of objects that are immutable if their elements are."""
 
 _BUILTIN_CODE = (
     BuiltinFunctionType,
@@ -82,10 +82,10 @@ _LIBRARIES = (
     "typing",
     "collections",
 )
-"""Files whose functions and classes keep no state that a forward could leave there."""
+"""Files whose functions and classes keep no state of forwards."""
 
 _CONFIGS = "transformers.configuration_utils"
-"""The file of the base class of transformers' configs, whose attributes are ordinary ones."""
+"""The file of the base class of transformers' configs, which have ordinary attributes."""
 
 _METACLASSES = ("abc", "enum", "torch", "typing", "builtins")
 
@@ -110,14 +110,14 @@ _NOT_RUN = frozenset(
         "__copy__",
     )
 )
-"""Special methods that no expression of a forward runs."""
+"""Special methods that no expression in a forward runs."""
 
 _MAKES_OBJECTS = ("__init__", "__new__", "__post_init__")
-"""Special methods that run where an object is made."""
+"""Special methods that run when an object is created."""
 
 
 _OF_VALUES = frozenset(name for x in (torch.Tensor, str, tuple, list, dict) for name in dir(x))
-"""Attributes of what a forward computes."""
+"""Names of attributes of tensors and numbers, which a forward computes."""
 
 
 class Read(NamedTuple):
@@ -125,7 +125,7 @@ class Read(NamedTuple):
 
     Attributes:
         holder: the object that has it, or a dictionary of parameters; None for the module itself,
-            which would not be freed.
+            since a reference would delay its freeing.
     """
 
     holder: Any
@@ -134,21 +134,21 @@ class Read(NamedTuple):
 
 
 _COMPARED = frozenset((int, float, complex, bool, str, bytes, tuple, dict, frozenset))
-"""Types whose objects are compared by value: no other object equal to them computes otherwise."""
+"""Types whose objects are compared by value: equal objects compute the same."""
 
 
 def _is_other(now: Any, was: Any) -> bool:
-    """Return True if a forward may compute something else with ``now``."""
+    """Return True if a forward may compute something else with the value ``now``."""
     if type(was) in _COMPARED:
         return type(now) is not type(was) or now != was
-    return getattr(now, "__func__", now) is not was  # a method is bound anew each time
+    return getattr(now, "__func__", now) is not was  # each read of a method creates a new object
 
 
 class Reads:
-    """All that a forward may read, as it was when the forward was verified.
+    """All that a forward may read, with the values when the forward was verified.
 
     Attributes:
-        found: the names and values; None in a pickled copy.
+        found: the reads; None in a pickled copy.
         are_traced: True if Dynamo can compare and guard all values: it knows no properties.
         names: a description, equal in every process.
     """
@@ -156,11 +156,11 @@ class Reads:
     def __init__(self, found: tuple[Read, ...] | None, names: Any = None) -> None:
         self.found = found
         self.are_traced = all(map(_is_traced, found or ()))
-        # names of code come in no order
+        # the names of code are a set
         self.names = names or sorted(map(_described, found or ()), key=repr)
 
     def have_changed(self, module: nn.Module) -> bool:
-        """Return True if the forward of ``module`` may compute anything else now."""
+        """Return True if the forward of ``module`` may compute something else now."""
         if self.found is None:
             return True
         for holder, name, was in self.found:
@@ -173,7 +173,7 @@ class Reads:
         return False
 
     def __deepcopy__(self, memo: Any) -> Reads:
-        """Let the copy look at what was copied before it: the modules and settings of the copy."""
+        """Return reads of the copied objects: the modules and settings of the copy."""
         if self.found is None:
             return self
         found = (Read(memo.get(id(x), x), name, memo.get(id(y), y)) for x, name, y in self.found)
@@ -184,7 +184,7 @@ class Reads:
 
 
 def _described(read: Read) -> Any:
-    """Return the name, with a value or a qualified name, equal in every process."""
+    """Describe a read by its name and its value or qualified name, equally in every process."""
     value = read.value
     if value is _MISSING:
         return read.name, "missing"
@@ -204,7 +204,7 @@ def _text_of(value: Any) -> Any:
 
 
 def _is_traced(read: Read) -> bool:
-    """Return True if Dynamo guards the value: it knows no properties, and no closures of others."""
+    """Return True if Dynamo guards the value: not of properties, nor in others' closures."""
     return not (_is_computed(read.value) or isinstance(read.holder, (CellType, partial)))
 
 
@@ -212,7 +212,7 @@ def reads_of(module: nn.Module, code: Iterable[Any]) -> tuple[Read, ...]:
     """Return all that the forward of ``module`` may read.
 
     Args:
-        module: a module without modules in it that hold others.
+        module: a module whose children have no children.
         code: the functions that run in place of its forward, or the forward itself.
 
     Raises:
@@ -244,7 +244,7 @@ class _Holder(NamedTuple):
 class _Search:
     """The objects that a forward can reach, and the names of attributes that it reads.
 
-    Every name is looked up in every object: which code reads which object is not asked.
+    Every name is looked up in every object, whichever code reads the name.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -267,7 +267,7 @@ class _Search:
             self._watch(holder, name, getattr(holder, name))
 
     def run(self) -> tuple[Read, ...]:
-        """Look up names until no new one, and no new object, is found."""
+        """Look up names until there are no new names and no new objects."""
         before = None
         while before != (before := (len(self._holders), len(self._names), len(self._tried))):
             for holder in tuple(self._holders.values()):
@@ -282,7 +282,7 @@ class _Search:
         return tuple(self._found.values())
 
     def _missing_names(self) -> set[str]:
-        """Return the names that may be read where they are missing now, and not raise."""
+        """Return the names that code may read without an error although they are missing now."""
         held = {name for _, name in self._found}
         of_modules = {name for module in self._modules for name in dir(module)}
         return self._tried | (self._names - held - of_modules - _OF_VALUES)
@@ -293,7 +293,7 @@ class _Search:
         self._found.setdefault((id(holder), name), Read(of, name, value))
 
     def _look_up(self, holder: _Holder, name: str) -> None:
-        """Watch an attribute, and go on with its value, if the object or its class has it."""
+        """Watch an attribute and go on with its value, if the object or its class has it."""
         owner = holder.object
         if (id(owner), name) in self._found:
             return
@@ -315,10 +315,10 @@ class _Search:
                 continue
             self._admit(kind, name, value, holder.path)
             if name not in own and name != "forward" and not _is_computed(value):
-                self._watch(owner, name, getattr(owner, name))  # it may get one of its own
+                self._watch(owner, name, getattr(owner, name))  # it may get its own attribute
 
     def _admit(self, holder: Any, name: str, value: Any, path: str) -> None:
-        """Watch a value, unless patterns do, and go on with it."""
+        """Watch a value, unless patterns check it, and go on with it."""
         if not isinstance(value, nn.Parameter) and not any(value is x for x in self._modules):
             self.add(value, f"{path}{name}", holder)
             self._watch(holder, name, value)
@@ -328,11 +328,11 @@ class _Search:
 
         Args:
             value: a constant, code, or an object with attributes.
-            label: how the forward names it.
-            holder: what holds it, if that is known.
+            label: its name in the forward.
+            holder: the object that holds it, if known.
 
         Raises:
-            CannotWatch: it is nothing of this kind.
+            CannotWatch: the value is of another kind.
         """
         if id(value) in self._seen or isinstance(value, _CONSTANTS):
             return
@@ -346,7 +346,7 @@ class _Search:
             raise CannotWatch(f"reads {label}, a {type(value).__name__}")
 
     def _add_collection(self, values: Any, label: str) -> None:
-        """Go on with what never changes unless what it holds does."""
+        """Go on with the elements of an immutable collection."""
         for each in values:
             if not isinstance(each, (*_CONSTANTS, *_COLLECTIONS, FunctionType)):
                 raise CannotWatch(f"reads {label}, a {type(values).__name__}")
@@ -369,7 +369,7 @@ class _Search:
         if not _is_of_library(function):
             self.add_code(function)
             return
-        for name, cell in _cells(function):  # it may wrap another
+        for name, cell in _cells(function):  # it may wrap another function
             if isinstance(cell.cell_contents, (FunctionType, MethodType)):
                 self.add(cell.cell_contents, name)
 
@@ -385,7 +385,7 @@ class _Search:
             self.add(value, f"a default of {function.__qualname__}")
         for name, cell in _cells(function):
             self.add(cell.cell_contents, name)
-            if name != "__class__":  # by which super() finds its class
+            if name != "__class__":  # super() finds its class by it
                 self._watch(cell, "cell_contents", cell.cell_contents)
         if vars(function):
             self._holders.setdefault(id(function), _Holder(function, f"{function.__qualname__}."))
@@ -397,7 +397,7 @@ class _Search:
             self._add_variable(function, name)
 
     def _check_parameters(self, names: Names) -> None:
-        """Refuse code that reads what users set on a parameter, which others may replace."""
+        """Refuse code that reads attributes of a parameter, which others may replace."""
         parameters = [item for module in self._modules for item in module._parameters.items()]
         for name, parameter in parameters:
             own = vars(parameter).keys() if parameter is not None else ()
@@ -405,7 +405,7 @@ class _Search:
                 raise CannotWatch(f"reads an attribute of the parameter {name}")
 
     def _add_variable(self, function: FunctionType, name: str) -> None:
-        """Go on with a variable of the file of a function."""
+        """Go on with a global variable of a function."""
         variables = function.__globals__
         file = sys.modules.get(variables.get("__name__", ""))
         if getattr(file, "__dict__", None) is not variables:
@@ -420,7 +420,7 @@ class _Search:
         self._watch(file, name, value)
 
     def _add_class(self, kind: type, label: str) -> None:
-        """Go on with a class, of which a forward may make objects."""
+        """Go on with a class that a forward may instantiate."""
         if _is_of_library(kind) or kind in (object, partial):
             return
         if not _is_of(type(kind), _METACLASSES):
@@ -428,7 +428,7 @@ class _Search:
         self._holders.setdefault(id(kind), _Holder(kind, f"{label}."))
         if issubclass(kind, nn.Module):
             self._add_methods(kind, f"{label}.", _is_run_by_operators)
-        elif any(_is_of_library(base) for base in kind.__mro__[:-1]):  # which may call any of them
+        elif any(_is_of_library(base) for base in kind.__mro__[:-1]):  # these may call any of them
             self._add_methods(kind, f"{label}.", lambda name: True)
         else:
             self._add_methods(
@@ -441,7 +441,7 @@ class _Search:
         self._add_methods(type(owner), path, _is_run_by_operators)
 
     def _add_methods(self, kind: type, path: str, chosen: Callable[[str], bool]) -> None:
-        """Go on with methods whose names need not be in the code that runs them."""
+        """Go on with special methods, which code runs without naming them."""
         for each in kind.__mro__:
             if not _is_of_library(each) and each.__module__ != _CONFIGS:
                 for name, value in vars(each).items():
@@ -451,7 +451,7 @@ class _Search:
                         self._admit(each, name, value, path)
 
     def _add_file(self, file: ModuleType, label: str) -> None:
-        """Go on with an imported file."""
+        """Go on with an imported module."""
         looks_up = "__getattr__" in vars(file) or type(file) is not ModuleType
         if looks_up and not _is_of_library(file):
             raise CannotWatch(f"reads {label}, which looks up its attributes itself")
@@ -468,17 +468,17 @@ _KINDS: tuple[tuple[Any, Callable[[_Search, Any, str], None]], ...] = (
     (type, _Search._add_class),
     (ModuleType, _Search._add_file),
 )
-"""How the search goes on with a value, by its type."""
+"""Methods by which the search goes on with a value, by its type."""
 
 
 def _written_class(module: nn.Module) -> type:
-    """Return the class of a module as it was before it was fused."""
+    """Return the class of a module before it was fused."""
     kind: type = getattr(type(module), "_class_before", type(module))
     return kind
 
 
 def _is_run_by_operators(name: str) -> bool:
-    """Return True for the name of a special method that an expression with an object may run."""
+    """Return True for the name of a special method that an expression may run."""
     return (
         name.startswith("__") and name.endswith("__") and name not in (*_NOT_RUN, *_MAKES_OBJECTS)
     )
@@ -493,7 +493,7 @@ def _cells(function: FunctionType) -> Iterator[tuple[str, CellType]]:
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
             cell.cell_contents  # noqa: B018
-        except ValueError:  # it is empty
+        except ValueError:  # the cell is empty
             continue
         yield name, cell
 
@@ -506,7 +506,7 @@ def _is_computed(x: Any) -> bool:
 
 
 def _is_plain_object(x: Any) -> bool:
-    """Return True for an object whose whole state is attributes."""
+    """Return True for an object whose whole state is its attributes."""
     if type(x) is SimpleNamespace:
         return True
     make: Any = type(x).__new__
@@ -515,7 +515,7 @@ def _is_plain_object(x: Any) -> bool:
 
 
 def _is_of_library_file(value: Any, holder: Any) -> bool:
-    """Return True for a value that a file of a library holds, and for its code written in C."""
+    """Return True for a value in a module of a library, also for its functions in C."""
     is_held = isinstance(holder, ModuleType) and _is_of_library(holder)
     return is_held or (isinstance(value, _BUILTIN_CODE) and _is_of_library(value))
 
@@ -526,19 +526,19 @@ def _is_of_library(x: Any) -> bool:
 
 
 def _is_of(x: Any, files: tuple[str, ...]) -> bool:
-    """Return True for a function, class or file that is in one of these files or below."""
+    """Return True for a function, class or module in one of these files or folders."""
     name = _file_of(x)
     return any(name == file or name.startswith(f"{file}.") for file in files)
 
 
 def _file_of(x: Any) -> str:
-    """Return the name of the file that defines a function, a class or a file."""
+    """Return the name of the module that defines a function or class, or of a module itself."""
     if isinstance(x, FunctionType):
         return str(x.__globals__.get("__name__", ""))
     if isinstance(x, ModuleType):
         return x.__name__
     if isinstance(x, type) or x.__module__:
         return str(x.__module__)
-    owner = getattr(x, "__self__", None)  # of a method that is written in C, such as torch.rsqrt
+    owner = getattr(x, "__self__", None)  # a method that is written in C, such as torch.rsqrt
     owner = owner if isinstance(owner, type) else type(owner)
     return "" if owner.__module__ == "builtins" else str(owner.__module__)

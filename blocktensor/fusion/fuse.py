@@ -1,4 +1,4 @@
-"""Gated MLPs, experts and norms whose casts are made where values are computed."""
+"""Fuse gated MLPs, experts and norms: their values are cast by the kernel that computes them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from ..model.names import is_module
+from ..model.names import check_module
 from ..model.weights import kind_of
 from ..overrides import dynamo
 from ..sharding.dtensor import fp8_part
@@ -24,12 +24,12 @@ PATTERNS: tuple[type[Pattern], ...] = (MLP, Experts, Norm)
 
 @dataclass(frozen=True)
 class FusionEntry:
-    """One module that looks like a gated MLP, like experts, or like a norm that linears read.
+    """One module that looks like a gated MLP, like experts, or like a norm that linear layers read.
 
     Attributes:
         name: of the module; empty for the model itself.
         kind: its class.
-        computes: what it was taken for.
+        computes: what it seems to compute.
         reason: why it was left alone; empty if it was fused.
     """
 
@@ -44,7 +44,8 @@ class FusionReport(Report):
     """The result of :func:`blocktensor.fuse`; ``print(report)`` shows it as a table.
 
     Attributes:
-        entries: all modules that look like gated MLPs, then experts, then norms that linears read.
+        entries: all modules that look like gated MLPs, then experts, then norms that linear layers
+            read.
     """
 
     entries: tuple[FusionEntry, ...]
@@ -56,13 +57,13 @@ class FusionReport(Report):
 
     @property
     def left_alone(self) -> tuple[FusionEntry, ...]:
-        """The modules that run as they did, with the reasons."""
+        """The modules that run as before, with the reasons."""
         return tuple(entry for entry in self.entries if entry.reason)
 
     def _parts(self) -> list[Table | str]:
         if not self.entries:
             return [
-                "no gated MLP of known names was found, and no norm that linears read: call",
+                "no gated MLP of known names was found, and no norm that linear layers read: call",
                 "functional.gated_mlp, functional.gated_experts or quantize in your own forward",
             ]
         rows = collapse((e.name, e.kind, e.computes, e.reason or "fused") for e in self.entries)
@@ -75,26 +76,28 @@ def fuse(
     *,
     recompute: bool = False,
 ) -> FusionReport:
-    """Run gated MLPs, experts and norms of a converted model with casts made as they compute.
+    """Fuse casts into the kernels of gated MLPs, experts and norms of a converted model.
 
     An MLP ``down(activation(gate(x)) * up(x))`` then runs as
-    :func:`blocktensor.functional.gated_mlp`: the product of activation and up, and the gradients of
-    gate and up, are cast as they are computed and take no memory in high precision. Experts that
-    compute this by groups of rows run as :func:`blocktensor.functional.gated_experts`. An RMS norm
-    that linears read is computed in fewer passes, and its result is cast once for all of them, as
-    :func:`~blocktensor.share_inputs` casts it. Outputs and gradients keep their bits.
+    :func:`blocktensor.functional.gated_mlp`: ``activation(gate) * up``, and the gradients of gate
+    and up, are cast by the kernel that computes them and are never stored in high precision.
+    Experts that compute this by groups of rows run as :func:`blocktensor.functional.gated_experts`.
+    An RMS norm that linear layers read is computed in fewer passes, and its result is cast once for
+    all of them, as :func:`~blocktensor.share_inputs` casts it. Outputs and gradients keep their
+    bits.
 
     MLPs are found by the names of their linears: ``gate_proj``, ``up_proj``, ``down_proj``
     (transformers' Llama, Mistral, Qwen, DeepSeek, Gemma and others), ``w1``, ``w3``, ``w2``
     (torchtitan), ``gate``, ``up``, ``down``, or ``gate_up_proj`` (gate, then up), ``down_proj``
     (Phi); experts by the names of stacks ``[E, out, in]`` (torchtitan's ``w1_EFD``, ``w3_EFD``,
-    ``w2_EDF``, those of linears, transformers' ``gate_up_proj`` and ``down_proj``); norms by their
-    names and those of the linears that read them, such as ``input_layernorm`` and
-    ``self_attn.q_proj``. Each is verified on drawn weights, forward and backward, in training and
-    evaluation mode, MLPs and experts under autocast too: one that computes anything else is left
-    alone, with the reason in the report. So are MLPs with hooks, adapters (LoRA) or high precision
-    in an inner linear, and norms with such linears. A fused module that gets such things later, and
-    a norm under autocast, runs as it was written.
+    ``w2_EDF``, transformers' ``gate_up_proj`` and ``down_proj``, or the names of the linear
+    layers); norms by their names and the names of the linear layers that read them, such as
+    ``input_layernorm`` and ``self_attn.q_proj``. Each module is verified with random weights,
+    forward and backward, in training and evaluation mode; MLPs and experts under autocast, too. A
+    module that computes anything else is left alone, with the reason in the report. So are MLPs
+    with hooks, adapters (LoRA) or high precision in an inner linear layer, and norms with such
+    linear layers. A fused module that gets such things later, and a norm under autocast, runs as it
+    was written.
 
     The ``state_dict``, names and ``isinstance`` of modules stay; copies and pickles are fused too.
     Where an MLP is fused, :func:`~blocktensor.share_inputs` has nothing left to do. Call it before
@@ -102,17 +105,17 @@ def fuse(
 
     Args:
         model: a converted model.
-        recompute: backward makes the casts of ``activation(gate) * up`` again, in place of saving
-            them.
+        recompute: compute and cast ``activation(gate) * up`` again in backward, instead of saving
+            the casts.
 
     Returns:
         The report; ``print`` it.
 
     Raises:
         TypeError: ``recompute`` is no bool; ``model`` is no module.
-        ValueError: no linear of the model is in FP8.
+        ValueError: no linear layer of the model is in FP8.
     """
-    is_module(model, "fuse")
+    check_module(model, "fuse")
     if not isinstance(recompute, bool):
         raise TypeError(f"recompute={recompute!r}: expected True or False")
     if all(fp8_part(p) is None for p in model.parameters()):
@@ -134,7 +137,7 @@ def fuse(
         set_pattern(module, pattern)
     report, modules = FusionReport(tuple(entries)), dict(model.named_modules())
     for entry in report.left_alone:
-        remove_pattern(modules[entry.name])  # that of an earlier call
+        remove_pattern(modules[entry.name])  # the pattern of an earlier call
     return report
 
 
@@ -144,7 +147,7 @@ def unfuse(model: nn.Module) -> list[str]:
     Returns:
         The names of the modules that were fused.
     """
-    is_module(model, "unfuse")
+    check_module(model, "unfuse")
     found = list(fused_modules(model))
     for _, module in found:
         remove_pattern(module)
@@ -153,7 +156,7 @@ def unfuse(model: nn.Module) -> list[str]:
 
 
 def _verified(found: Found, recompute: bool, drawn: Drawn) -> tuple[Pattern | None, str]:
-    """Return what the module computes, or None and why it is left alone."""
+    """Return the verified pattern of a module, or None and why it is left alone."""
     reason = found.reason
     for pattern in found.patterns if not reason else ():
         made, why = pattern.with_recompute(recompute).verify(found.module, drawn)

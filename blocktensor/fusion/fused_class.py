@@ -1,9 +1,9 @@
-"""The class of a module that runs fused, in place of the class that it had.
+"""Replace the class of a module by one that runs fused.
 
-An instance gets a class of its own, derived from its class: no other instance changes,
-``isinstance`` and names stay, compilers see an ordinary method, and nothing refers to the module,
-which would delay its freeing. It runs fused as long as all that its forward reads is as it was when
-it was verified (``forward_reads.py``).
+A fused module gets its own class, derived from its class: no other instance changes, ``isinstance``
+and names stay, compilers see an ordinary method, and no new reference delays the freeing of the
+module. It runs fused as long as nothing that its forward reads has changed since the verification
+(``forward_reads.py``).
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from .forward_reads import Reads, reads_of
 
 
 class Fused(nn.Module):
-    """Comes before the class that an instance had; see :func:`set_pattern`."""
+    """The first base class of a fused module's class; see :func:`set_pattern`."""
 
     _fused_pattern: Any = None
     _fused_reads: Reads | None = None
     _class_before: type[nn.Module]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's own forward wherever that might compute anything else."""
+        """Run the pattern, or the module's own forward where that might compute something else."""
         pattern = self._pattern_to_run()
         if pattern is None or kwargs or len(args) != pattern.inputs or pattern.why_not(self, *args):
             return super().forward(*args, **kwargs)
         return pattern.run(self, *args)
 
     def _pattern_to_run(self) -> Any:
-        """Return the pattern; None if the module's own forward has to run.
+        """Return the pattern; None if the module's own forward must run.
 
-        It has to run if what was verified has changed since, while ops are watched, and under a
-        TorchFunctionMode, which may change what ops do. Unlike a mode, a watch stays on in the
-        backward that ``Tensor.backward`` runs, where checkpointing runs forwards again.
+        It must run if what was verified has changed since, while ops are watched, and under a
+        TorchFunctionMode, which may change what ops do. Unlike a mode, a watch also covers the
+        backward of ``Tensor.backward``, where checkpointing runs forwards again.
         """
         reads, pattern = self._fused_reads, self._fused_pattern
         if reads is None or _function_modes():
@@ -70,11 +70,11 @@ class Fused(nn.Module):
         is_ours = type(self).__dict__.get("_class_before") is not None
         if not is_ours or made[0] is not copyreg.__newobj__:  # type: ignore[attr-defined]
             return made
-        return rebuild, (self._class_before,), *made[2:]  # no module holds the class by name
+        return rebuild, (self._class_before,), *made[2:]  # no Python module holds the class by name
 
 
 def set_pattern(module: nn.Module, pattern: Any) -> None:
-    """Let ``module`` run as ``pattern`` does, from now on."""
+    """Make ``module`` run ``pattern`` from now on."""
     if not isinstance(module, Fused):
         module.__class__ = _fused(type(module))
     module.__dict__["_fused_pattern"] = pattern
@@ -86,7 +86,7 @@ def remove_pattern(module: nn.Module) -> None:
     for name in ("_fused_pattern", "_fused_reads"):
         module.__dict__.pop(name, None)
     before: Any = type(module).__dict__.get("_class_before")
-    if before is not None:  # else its class has another derived from it since, by fully_shard
+    if before is not None:  # else fully_shard has derived another class from it since
         module.__class__ = before
 
 
@@ -99,15 +99,15 @@ def fused_modules(model: nn.Module, kind: type = object) -> Iterator[tuple[str, 
 
 
 def own_forward(module: nn.Module) -> Any:
-    """Return the forward of ``module`` as it is without :func:`set_pattern`."""
+    """Return the forward of ``module`` before :func:`set_pattern`."""
     return super(Fused, module).forward if isinstance(module, Fused) else module.forward
 
 
 def reads_now(module: Any, pattern: Any) -> Reads:
-    """Return all that the forward of ``module`` as written may read.
+    """Return all that the module's own forward may read now.
 
     Raises:
-        CannotWatch: it reads or changes something that cannot be watched.
+        CannotWatch: the forward reads or changes something that cannot be watched.
     """
     kind = getattr(type(module), "_class_before", type(module))
     return Reads(reads_of(module, pattern.code_of(kind)))
@@ -129,7 +129,7 @@ def _fused(before: type[nn.Module]) -> type[Fused]:
     names = {name: getattr(before, name) for name in ("__module__", "__qualname__", "__doc__")}
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # a wrapper may hold this, bound to a module that has left the class since
+        # a wrapper may hold this method, bound to a module that has another class since
         return (Fused if isinstance(self, Fused) else before).forward(self, *args, **kwargs)
 
     own = {**names, "forward": forward, "_class_before": before}
@@ -137,7 +137,7 @@ def _fused(before: type[nn.Module]) -> type[Fused]:
 
 
 def rebuild(before: type[nn.Module]) -> nn.Module:
-    """Make an empty instance for ``pickle`` and ``copy`` to fill, of a class as written."""
+    """Create an empty fused instance of a class, for ``pickle`` and ``copy`` to fill."""
     dynamo.announce()
     made: nn.Module = before.__new__(before)
     made.__class__ = _fused(before)

@@ -1,4 +1,4 @@
-"""Gated MLPs, which run as one ``functional.gated_mlp``; and what experts share with them."""
+"""Run gated MLPs as ``functional.gated_mlp``; the base class also serves experts."""
 
 from __future__ import annotations
 
@@ -28,11 +28,12 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 @dataclass(frozen=True)
 class Gated(Pattern):
-    """``down(activation(gate(x)) * up(x))``, of linears or of stacks of experts.
+    """``down(activation(gate(x)) * up(x))``, of linear layers or of stacks of experts.
 
     Attributes:
-        gate, up, down: names of the linears; gate and up may be one, which makes gate, then up.
-        activation, recompute: of ``functional.gated_mlp``.
+        gate, up, down: names of the linear layers; gate and up may be one, which makes gate, then
+            up.
+        activation, recompute: arguments of ``functional.gated_mlp``.
     """
 
     gate: str
@@ -44,16 +45,16 @@ class Gated(Pattern):
     known: ClassVar[Sequence[tuple[str, str, str]]]
     """Names of gate, up and down."""
 
-    noun: ClassVar[str] = "linears"
+    noun: ClassVar[str] = "linear layers"
     """The matrices of a gated MLP: gate, up and down."""
 
     @property
     def linears(self) -> tuple[str, ...]:
-        """The names of its linears, each once."""
+        """The names of its linear layers, each once."""
         return tuple(dict.fromkeys((self.gate, self.up, self.down)))
 
     def by_role(self, of_linears: Sequence[Any]) -> tuple[Any, Any, Any]:
-        """Return values for ``linears`` as those of gate, up, down; None for an up of gate's."""
+        """Return values for gate, up and down, given ``linears``'; None for an up in gate."""
         gate, *up, down = of_linears
         return gate, up[0] if up else None, down
 
@@ -74,13 +75,13 @@ class Gated(Pattern):
         return replace(self, recompute=recompute)
 
     def most_inputs(self, name: str) -> int:
-        """Return half as many for ``down`` if gate and up are one matrix, which makes both."""
+        """Return the most inputs of a drawn matrix: half as many for ``down`` if gate holds up."""
         is_half = self.gate == self.up and name.partition(".")[0] == self.down
         return FEATURES // 2 if is_half else FEATURES
 
     @classmethod
     def find(cls, model: nn.Module) -> Iterator[Found]:
-        """Yield modules with linears or stacks of the known names."""
+        """Yield modules with linear layers or stacks of the known names."""
         for name, module in model.named_modules():
             held = cls._parts(module)
             linears = next((x for x in cls.known if held.keys() >= set(x)), None)
@@ -89,12 +90,12 @@ class Gated(Pattern):
 
     @classmethod
     def _parts(cls, module: nn.Module) -> dict[str, Any]:
-        """Return what the module may compute with, by name."""
+        """Return the linear layers or stacks that the module may compute with, by name."""
         raise NotImplementedError
 
     @classmethod
     def _weight(cls, module: nn.Module, name: str) -> Any:
-        """Return the parameter of the linear or stack of this name."""
+        """Return the parameter of the linear layer or stack of this name."""
         raise NotImplementedError
 
     @classmethod
@@ -120,7 +121,7 @@ class Gated(Pattern):
 
     @classmethod
     def _why_unlike(cls, module: nn.Module, linears: tuple[str, str, str], act: str | None) -> str:
-        """Return why a module can be no pattern, by its looks; empty if it may be one."""
+        """Return why a module cannot match the pattern; empty if it may."""
         if "forward" in module.__dict__:
             return "its forward was replaced on the instance"
         held = {name: fp8_part(cls._weight(module, name)) for name in linears}
@@ -138,7 +139,7 @@ class Gated(Pattern):
 
     @classmethod
     def _why_no_recipe(cls, weights: Mapping[str, Any]) -> str | None:
-        """Return why one function cannot serve these FP8 weights; those that are none are None."""
+        """Return why these weights cannot share one FP8 function; None stands for plain weights."""
         for name, weight in weights.items():
             if weight is None:
                 return f"{name} is not in FP8"
@@ -146,7 +147,7 @@ class Gated(Pattern):
         return f"its {cls.noun} have {difference}" if difference else None
 
     def why_watched(self, module: nn.Module) -> str | None:
-        """Return what may see or change the modules in ``module``, if anything does."""
+        """Return what may observe or change the modules in ``module``, if anything may."""
         for name, inner in module._modules.items():
             if inner is None:
                 continue
@@ -161,7 +162,7 @@ class Gated(Pattern):
 
 
 class MLP(Gated):
-    """A gated MLP of linears."""
+    """A gated MLP of linear layers."""
 
     known = (
         ("gate_proj", "up_proj", "down_proj"),  # transformers'
@@ -187,18 +188,18 @@ class MLP(Gated):
         return super()._why_unlike(module, linears, act)
 
     def why_not(self, module: Any, *args: Any) -> str | None:
-        """Return why the linears have to be called one by one, if they have."""
+        """Return why the linear layers must be called one by one, if they must."""
         x = args[0]
         if not isinstance(x, Tensor):
             return "its input is no tensor"
         why = self.why_apart(module)
         if why is None and x.dtype != module._modules[self.gate]._parameters["weight"].dtype:
-            # its forward may convert one to the dtype of the other
+            # the module's forward may convert one dtype to the other
             return None if autocast_dtype(x) else "its input and its weights have other dtypes"
         return why
 
     def why_apart(self, module: nn.Module) -> str | None:
-        """Return :meth:`why_not` for any input."""
+        """Return the part of :meth:`why_not` that does not depend on the input."""
         held: dict[str, Any] = {}
         for name in self.linears:
             linear: Any = module._modules.get(name)
@@ -235,7 +236,7 @@ class MLP(Gated):
 
 
 def _act_of(module: nn.Module) -> str | None:
-    """Return the attribute that holds a module's activation, if any does; methods are its code."""
+    """Return the attribute that holds a module's activation, if any; methods do not count."""
     held = {**module.__dict__, **module._modules}
     return next((name for name in _ACTS if callable(held.get(name))), None)
 
@@ -248,13 +249,13 @@ def _activations_like(act: Callable[[Tensor], Any], weight: Tensor) -> list[str]
     x = x[x.isfinite()]
     try:
         with torch.no_grad():
-            y = act(x.clone())  # which it may write to
+            y = act(x.clone())  # the activation may write to it
         return [name for name in ACTIVATIONS if torch.equal(y, ACTIVATIONS[name].value(x))]
     except Exception:
         return []
 
 
 def _is_of_users(hook: Any) -> bool:
-    """Return True for a hook that no audit has registered."""
+    """Return True for a hook that a user has registered, not an audit."""
     owner = getattr(getattr(hook, "func", hook), "__self__", None)
     return not isinstance(owner, ModuleTracker)

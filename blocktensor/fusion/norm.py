@@ -1,4 +1,4 @@
-"""RMS norms whose results FP8 linears read: one kernel computes the values after the sums."""
+"""Fuse RMS norms that FP8 linear layers read: one kernel computes the values after the sums."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _READERS = {
     "ffn_norm": ("feed_forward",),
     "mlp_norm": ("mlp",),
 }
-"""Norms and the modules that read them: transformers', torchtitan's, the examples'."""
+"""Names of norms and of the modules that read them: transformers', torchtitan's, the examples'."""
 
 _LINEARS = (
     ("q_proj", "k_proj", "v_proj"),
@@ -41,14 +41,14 @@ _LINEARS = (
     ("w1", "w3"),
     ("gate", "up"),
 )
-"""The linears of such a module that read its input."""
+"""Names of the linear layers of such a module that read its input."""
 
 _BESIDE = {
     "q_a_layernorm": ("q_b_proj",),
     "kv_a_layernorm": ("kv_b_proj",),
     "attention_norm": ("q", "k", "v"),
 }
-"""Norms and the linears beside them that read them: DeepSeek's, the examples'."""
+"""Names of norms and of the sibling linear layers that read them, in DeepSeek and the examples."""
 
 _EPS = ("variance_epsilon", "eps", "epsilon", "norm_eps")
 
@@ -58,7 +58,7 @@ class Norm(Pattern):
     """An RMS norm.
 
     Attributes:
-        kind: of :func:`blocktensor.autograd.quantize.normed`.
+        kind: the argument of :func:`blocktensor.autograd.quantize.normed`.
         eps_name: the attribute of the norm that holds its epsilon.
         eps: the value of that attribute.
     """
@@ -67,7 +67,7 @@ class Norm(Pattern):
     eps_name: str
     eps: float
 
-    in_graphs = False  # compilers fuse its ops themselves
+    in_graphs = False  # compilers fuse the ops of a norm themselves
 
     @classmethod
     def find(cls, model: nn.Module) -> Iterator[Found]:
@@ -92,7 +92,7 @@ class Norm(Pattern):
         return (self, "") if why is None else (None, why)
 
     def why_not(self, module: Any, *args: Any) -> str | None:
-        """Return why the norm's own forward has to run, if it has."""
+        """Return why the norm's own forward must run, if it must."""
         x, weight = args[0], module._parameters.get("weight")
         if not isinstance(x, Tensor) or weight is None:
             return "it has no weight, or its input is no tensor"
@@ -116,7 +116,7 @@ class Norm(Pattern):
         return [(module, "weight", "its weight")]
 
     def drawn_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return bf16 in place of fp32, in which no norm runs fused."""
+        """Return bf16 instead of fp32: norms in fp32 do not run fused."""
         return torch.bfloat16 if dtype == torch.float32 else dtype
 
     def sample(self, parameters: Mapping[str, Tensor], drawn: Drawn) -> Sample:
@@ -125,21 +125,21 @@ class Norm(Pattern):
 
 
 def _computes(linears: Sequence[str]) -> str:
-    """Say whose input the norm makes."""
+    """Describe the modules that read the norm."""
     owner = linears[0].rpartition(".")[0]
     own = ", ".join(name.rpartition(".")[2] for name in linears)
     return f"norm for {own} of {owner}" if owner else f"norm for {own}"
 
 
 def _linears_of(norm: str, owner: nn.Module) -> Sequence[str]:
-    """Return the linears that read the norm of this name in ``owner``, by their names."""
+    """Return the linear layers that read the norm of this name in ``owner``, by their names."""
     beside = _BESIDE.get(norm, ())
     if beside and all(x in owner._modules for x in beside):
         return beside
     if norm == "post_attention_layernorm" and (
         "input_layernorm" not in owner._modules or "pre_feedforward_layernorm" in owner._modules
     ):
-        return ()  # it normalises the output of attention
+        return ()  # this one normalises the output of attention
     for name in _READERS.get(norm, ()):
         reader = owner._modules.get(name)
         for linears in _LINEARS if reader is not None else ():
@@ -149,12 +149,12 @@ def _linears_of(norm: str, owner: nn.Module) -> Sequence[str]:
 
 
 def _eps_name(norm: nn.Module) -> str:
-    """Return the attribute that holds the epsilon, or None for the dtype's; empty if none does."""
+    """Return the attribute that holds the epsilon, or None to use the dtype's; empty if none."""
     return next((x for x in _EPS if isinstance(getattr(norm, x, 0), (float, NoneType))), "")
 
 
 def _why_unlike(norm: nn.Module, readers: Sequence[nn.Module]) -> str:
-    """Return why a norm cannot be fused, by its looks; empty if it may be."""
+    """Return why a norm cannot be fused, from its attributes; empty if it may be."""
     if "forward" in norm.__dict__:
         return "its forward was replaced on the instance"
     weight: Any = norm._parameters.get("weight")
@@ -165,12 +165,12 @@ def _why_unlike(norm: nn.Module, readers: Sequence[nn.Module]) -> str:
     if not _eps_name(norm):
         return f"has no epsilon (an attribute {', '.join(_EPS)})"
     if all(fp8_part(getattr(linear, "weight", None)) is None for linear in readers):
-        return "none of its linears is in FP8"
+        return "none of its linear layers is in FP8"
     return ""
 
 
 class _Calls(TorchFunctionMode):
-    """Notices torch's own RMS norm."""
+    """A mode that notices calls of torch's own RMS norm."""
 
     fused = False
 

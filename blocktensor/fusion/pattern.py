@@ -1,9 +1,10 @@
-"""The patterns of ``fuse``, and the check that a module computes one, bit for bit.
+"""Define patterns for ``fuse``, and check bit for bit that a module computes one.
 
-Both run forward and backward on drawn weights, since those of a model may hide a difference: where
-``down`` begins as zeros every activation gives the same. Rows of the input have sizes from tiny to
-huge, where clamps and epsilons show. Drawn weights have few features, so that a large model on a
-CPU takes seconds; a module that reads its own sizes, and raises for others, runs with them.
+Module and pattern run forward and backward on random weights, since the weights of a model may hide
+a difference: if ``down`` is initialized to zeros, every activation gives the same result. Rows of
+the input range from tiny to huge values, where clamps and epsilons matter. The random weights have
+few features, so that the check of a large model on a CPU takes seconds; a module that reads its own
+sizes, and raises for others, runs with its own sizes.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from .code_names import CannotWatch
 from .fused_class import own_forward, reads_now
 
 _ROWS = (2, 68)
-"""Leading dimensions of the input: rows that fill no whole number of blocks."""
+"""Leading dimensions of the input: the rows are not a whole number of blocks."""
 
 FEATURES = 656
 """Most features of a drawn weight: several blocks of every format, and a part of one."""
@@ -31,7 +32,7 @@ _EXPERTS = 4
 """Most experts of a drawn stack."""
 
 _RAISED = "raised"
-"""The first word where a function raised."""
+"""The first word of the difference if a function raised."""
 
 _EXPONENTS = {torch.float16: (-6, 3)}
 _MOST_EXPONENTS = (-30, 30)
@@ -39,7 +40,7 @@ _MOST_EXPONENTS = (-30, 30)
 
 
 class _Way(NamedTuple):
-    """A way to run a forward: training mode, autocast to bf16, gradients."""
+    """The settings of one run: training mode, autocast to bf16, gradients."""
 
     training: bool = True
     autocast: bool = False
@@ -57,17 +58,17 @@ class _Way(NamedTuple):
 _WAYS = (_Way(), _Way(training=False), _Way(autocast=True), _Way(grad=False))
 
 Sample = tuple[Tensor, Callable[[Tensor], tuple[Any, ...]]]
-"""The first argument of a forward, and a function that makes all arguments from it."""
+"""The first argument of a forward, and a function that returns all arguments, given the first."""
 
 
 class Found(NamedTuple):
-    """A module that looks like one of a pattern.
+    """A module that may match a pattern.
 
     Attributes:
-        computes: what it is taken for, as long as no pattern is verified.
+        computes: what it seems to compute, as long as no pattern is verified.
         patterns: those that it may compute, in the order in which they are tried.
-        reason: why it can be none of them, by its looks; empty if it may be one.
-        readers: the linears that read its result, and share its casts.
+        reason: why it cannot match any of them; empty if it may match one.
+        readers: the linear layers that read its result, and share its casts.
     """
 
     name: str
@@ -79,11 +80,11 @@ class Found(NamedTuple):
 
 
 class Pattern:
-    """A computation of a module, and one function that runs it. Each kind is one file.
+    """A computation of a module, and one function that runs it. Each kind has its own file.
 
     Attributes:
         inputs: the number of arguments of the module's forward.
-        in_graphs: True if compilers are shown the function, else the module's own forward.
+        in_graphs: True if compilers trace the function, False for the module's own forward.
     """
 
     inputs: ClassVar[int] = 1
@@ -101,7 +102,7 @@ class Pattern:
 
     @classmethod
     def code_of(cls, kind: Any) -> list[Any]:
-        """Return the functions that run as the forward of this class."""
+        """Return the functions that the forward of this class runs."""
         return [kind.forward]
 
     @classmethod
@@ -118,9 +119,9 @@ class Pattern:
         return self
 
     def why_not(self, module: Any, *args: Any) -> str | None:
-        """Return why the module's own forward has to run on ``args``, if it has.
+        """Return why the module's own forward must run on ``args``, if it must.
 
-        It is asked in every forward: hooks, adapters and dtypes may change after the fusion.
+        It is called in every forward: hooks, adapters and dtypes may change after the fusion.
         """
         raise NotImplementedError
 
@@ -134,19 +135,19 @@ class Pattern:
         return (self, "") if why is None else (None, why)
 
     def parameters(self, module: Any) -> list[tuple[nn.Module, str, str]]:
-        """List the parameters that are drawn: the module that holds one, its key, its name."""
+        """List the parameters to draw, each as the module that holds it, its key and its name."""
         raise NotImplementedError
 
     def drawn_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype of what is drawn for a parameter of this dtype."""
+        """Return the dtype to draw for a parameter of this dtype."""
         return dtype
 
     def most_inputs(self, name: str) -> int:
-        """Return the most input features of a matrix that is drawn, by its name."""
+        """Return the most input features of the drawn matrix of this name."""
         return FEATURES
 
     def held_as(self, parameter: nn.Parameter) -> Any:
-        """Return what the module holds of a drawn parameter."""
+        """Return a drawn parameter as the module is to hold it."""
         return parameter
 
     def settings(self, parameters: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -159,7 +160,7 @@ class Pattern:
 
 
 def held_by(module: nn.Module, known: Collection[str | None]) -> list[str]:
-    """Return the names of what a module holds other than ``known``, and of what is in that."""
+    """Return the names of a module's contents other than ``known``, and of their contents."""
     children = module._modules.items()
     others = [
         name
@@ -171,7 +172,7 @@ def held_by(module: nn.Module, known: Collection[str | None]) -> list[str]:
 
 
 class Drawn:
-    """Operands for verification, one of each shape for all modules of a call."""
+    """Random operands for verification, shared between all modules of a call."""
 
     def __init__(self) -> None:
         self._made: dict[Any, Any] = {}
@@ -198,20 +199,20 @@ class Drawn:
         return made
 
     def rows(self, weight: Tensor) -> Tensor:
-        """Draw an input of a weight, of rows from tiny to huge."""
+        """Draw an input for a weight, with rows from tiny to huge values."""
         return self.of("x", (*_ROWS, weight.shape[-1]), weight, spread=True)
 
 
 def why_different(pattern: Pattern, module: nn.Module, drawn: Drawn) -> str | None:
-    """Return why ``module`` does not run as ``pattern`` does, or what differs; None if it does."""
+    """Return how ``module`` differs from ``pattern``, or how it fails; None if it does not."""
     why = _why_different(pattern, module, drawn, True)
-    if why is not None and why.startswith(_RAISED):  # it may read its own sizes
+    if why is not None and why.startswith(_RAISED):  # the module may read its own sizes
         return _why_different(pattern, module, drawn, False)
     return why
 
 
 def _why_different(pattern: Pattern, module: nn.Module, drawn: Drawn, small: bool) -> str | None:
-    """Run :func:`why_different` with small parameters, or with parameters of the module's sizes."""
+    """Compare with small parameters, or with parameters of the module's own sizes."""
     with _as_it_is(module):
         operands = _Operands(pattern, module, drawn, small)
         if reason := pattern.why_not(module, *operands.arguments(operands.x)):
@@ -226,13 +227,13 @@ def _why_different(pattern: Pattern, module: nn.Module, drawn: Drawn, small: boo
 
 
 class _Operands:
-    """What a forward is verified on, and a gradient of its output.
+    """The operands of a verification, and a gradient of the output.
 
     Attributes:
         parameters: drawn parameters, which the module holds, by name.
         memory: their values.
         x: the first argument.
-        arguments: a function that makes all arguments from it.
+        arguments: a function that returns all arguments, given the first.
     """
 
     def __init__(self, pattern: Pattern, module: nn.Module, drawn: Drawn, small: bool) -> None:
@@ -242,7 +243,7 @@ class _Operands:
         self.x, self.arguments = pattern.sample(self.parameters, drawn)
 
     def results(self, run: Callable[[Tensor], Any], with_grad: bool) -> dict[str, Any]:
-        """Return, by name, what ``run(x)`` returns and writes, and gradients for a drawn one."""
+        """Return, by name, the result of ``run(x)``, what it writes, and the gradients."""
         with torch.set_grad_enabled(with_grad):
             leaf = self.x.clone().requires_grad_()
             y = run(leaf)
@@ -263,7 +264,7 @@ class _Operands:
 
 
 def _why_unequal(pattern: Pattern, module: nn.Module, operands: _Operands, way: _Way) -> str | None:
-    """Return what differs if the module runs as written and fused; None if no bit does."""
+    """Return how the module and its fused form differ; None if all bits are equal."""
 
     def as_written(x: Tensor) -> Any:
         return own_forward(module)(*operands.arguments(x))
@@ -322,7 +323,7 @@ def _stand_ins(
 
 
 def _smaller(shape: Sequence[int], inputs: int) -> tuple[int, ...]:
-    """Return a shape with at most ``FEATURES`` outputs, this number of inputs, and few experts."""
+    """Return a shape with limited numbers of outputs, inputs and experts."""
     if len(shape) == 1:
         return (min(shape[0], FEATURES),)
     *experts, rows, columns = shape
@@ -331,7 +332,7 @@ def _smaller(shape: Sequence[int], inputs: int) -> tuple[int, ...]:
 
 @contextmanager
 def _as_it_is(module: nn.Module) -> Iterator[None]:
-    """Undo afterwards what is assigned to the modules in ``module``, and to their parameters."""
+    """Undo, at the end, assignments to the modules in ``module`` and to their parameters."""
     before = [(each, vars(each)) for each in module.modules()]
     try:
         for each, own in before:
@@ -345,7 +346,7 @@ def _as_it_is(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _kept_random_numbers(device: torch.device) -> Iterator[Callable[[], bool]]:
-    """Leave the random numbers of torch as they were; yield a function that tells their use."""
+    """Restore torch's random state; yield a function that tells if random numbers were used."""
     devices = [device] if device.type == "cuda" else []
 
     def states() -> list[Tensor]:

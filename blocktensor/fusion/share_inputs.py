@@ -1,4 +1,4 @@
-"""One cast of an input for all linears that get it (q, k, v; gate, up), without model changes."""
+"""Cast an input once for all linear layers that get it (q, k, v; gate, up)."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ..autograd.shared_cast import SharedCasts
-from ..model.names import is_module
+from ..model.names import check_module
 from ..model.weights import fp8_weights, is_linear
 from ..sharding.dtensor import fp8_part
 from ..text_table import Report, Table, collapse
 
 
 class InputGroup(SharedCasts):
-    """The FP8 weights of one module, whose products with one input share its cast.
+    """The FP8 weights of one module, whose matmuls with one input share its cast.
 
     Attributes:
         name: of the module, relative to the model; empty for the model itself.
-        linears: names of its linears, or of its stacks, relative to the module.
-        of_fuse: whether ``fuse`` made the group, and ``unfuse`` removes it.
+        linears: names of its linear layers, or of its stacks, relative to the module.
+        of_fuse: whether ``fuse`` created the group, so that ``unfuse`` removes it.
     """
 
     def __init__(
@@ -57,19 +57,19 @@ class SharingReport(Report):
     """The groups that :func:`share_inputs` made; ``print(report)`` shows them with their counts.
 
     Attributes:
-        groups: the modules whose linears share inputs.
+        groups: the modules whose linear layers share inputs.
     """
 
     groups: tuple[InputGroup, ...]
 
     @property
     def casts(self) -> int:
-        """Inputs cast for linears of all groups so far."""
+        """The number of inputs cast for all groups so far."""
         return sum(group.casts for group in self.groups)
 
     @property
     def saved(self) -> int:
-        """Casts that sharing made unnecessary so far."""
+        """The number of casts that sharing saved so far."""
         return sum(group.saved for group in self.groups)
 
     def _parts(self) -> list[Table | str]:
@@ -82,33 +82,33 @@ class SharingReport(Report):
             )
             for group in self.groups
         )
-        header = ("module", "linears", "casts", "saved")
+        header = ("module", "linear layers", "casts", "saved")
         summary = f"{len(self.groups)} groups; {self.casts} casts made, {self.saved} saved"
         return [Table(header, rows), summary]
 
 
 def share_inputs(model: nn.Module) -> SharingReport:
-    """Cast an input once for all FP8 linears, or stacks, of a module that get the same tensor.
+    """Cast an input once for all FP8 linear layers or stacks of a module that get it.
 
-    The effect is that of ``blocktensor.quantize`` in model code. While the module's forward runs,
-    the cast of the latest input is kept. Nothing is shared outside of that forward, under
-    ``torch.compile``, functorch, ``torch.inference_mode`` and dispatch modes, or if an input was
-    changed in place in a way that PyTorch counts. It does not count writes through ``x.data``,
+    The effect is the same as with ``blocktensor.quantize`` in model code. While the module's
+    forward runs, the cast of the latest input is kept. Nothing is shared outside of that forward,
+    under ``torch.compile``, functorch, ``torch.inference_mode`` and dispatch modes, or if an input
+    was changed in place in a way that PyTorch counts. It does not count writes through ``x.data``,
     NumPy or a pointer: call ``torch.autograd.graph.increment_version(x)`` after one. Results and
     gradients keep their bits.
 
     Args:
         model: a converted model. Its ``state_dict`` does not change; its copies and pickles share
-            too. A second call adds linears that were converted since the first.
+            too. A second call adds linear layers that were converted since the first.
 
     Returns:
         The report; ``print`` it after a run.
 
     Raises:
-        TypeError: what is no module.
-        ValueError: no linear of the model is converted.
+        TypeError: ``model`` is not a module.
+        ValueError: no linear layer of the model is converted.
     """
-    is_module(model, "share_inputs")
+    check_module(model, "share_inputs")
     owned = _owned(model)
     if not owned:
         raise not_converted(model, "share")
@@ -120,25 +120,25 @@ def share_inputs(model: nn.Module) -> SharingReport:
 
 
 def not_converted(model: nn.Module, use: str) -> ValueError:
-    """Return the error for a model without linears in FP8; ``use``: what casts are wanted for."""
+    """Return the error for a model without FP8 linear layers; ``use``: the purpose of casts."""
     return ValueError(
-        f"no linear of this {type(model).__name__} is in FP8, so there is no cast to {use}: "
+        f"no linear layer of this {type(model).__name__} is in FP8, so there is no cast to {use}: "
         f"convert it first with blocktensor.convert(model)"
     )
 
 
 def unshare_inputs(model: nn.Module) -> list[str]:
-    """Undo :func:`share_inputs`: every linear casts its own input again.
+    """Undo :func:`share_inputs`: every linear layer casts its own input again.
 
     Returns:
-        The names of the modules whose linears shared inputs.
+        The names of the modules whose linear layers shared inputs.
     """
-    is_module(model, "unshare_inputs")
+    check_module(model, "unshare_inputs")
     return stop_sharing(model, of_fuse=False)
 
 
 def share_for_norms(model: nn.Module, readers: Iterable[nn.Module]) -> None:
-    """Share the inputs of the modules that own these linears, until :func:`stop_sharing`."""
+    """Share the inputs of the modules that own these linear layers, until :func:`stop_sharing`."""
     ids = {id(linear) for linear in readers}
     read = {name for name, module in model.named_modules() if id(module) in ids}
     for name, names in _owned(model).items():
@@ -156,7 +156,7 @@ def stop_sharing(model: nn.Module, of_fuse: bool = True) -> list[str]:
 
 
 def _owned(model: nn.Module) -> dict[str, list[str]]:
-    """Return the FP8 linears and stacks of each module, by the names of both."""
+    """Return the names of the FP8 linear layers and stacks of each module, by its name."""
     modules = dict(model.named_modules())
     owned: dict[str, list[str]] = defaultdict(list)
     for name, module in modules.items():
@@ -175,7 +175,7 @@ def _owned(model: nn.Module) -> dict[str, list[str]]:
 def _group_of(
     model: nn.Module, name: str, names: list[str], of_fuse: bool = False
 ) -> InputGroup | None:
-    """Return the group of the module ``name``, made if needed; None for one linear."""
+    """Return the group of the module ``name``, created if needed; None for one linear layer."""
     module = model.get_submodule(name)
     group = _group_on(module)
     if group is not None and group.linears != tuple(names):

@@ -1,4 +1,4 @@
-"""Resolve the names of modules that a caller gives: patterns to skip, or of experts."""
+"""Resolve the patterns of module names that a caller gives, to skip weights or name experts."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ Experts = Mapping[str, Sequence[str]]
 """Names of parameters that are stacks, by shell-style patterns of module names."""
 
 
-def is_module(model: object, caller: str) -> None:
+def check_module(model: object, caller: str) -> None:
     """Raise TypeError unless ``model``, the first argument of ``caller``, is a module."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"{caller} takes a model, an nn.Module: got a {type(model).__name__}")
 
 
 def with_all_above(name: str) -> list[str]:
-    """Return a module's name after those of all modules above it, from the top, but the model."""
+    """Return the names of all modules above a module, from the top, and its own name."""
     parts = name.split(".")
     return [".".join(parts[: i + 1]) for i in range(len(parts))]
 
@@ -68,7 +68,7 @@ def check_patterns(patterns: Sequence[str], argument: str, example: str) -> tupl
 
 
 def matching(name: str, patterns: Iterable[str]) -> bool:
-    """Return True if a shell-style pattern matches ``name``, or the name of a module above it."""
+    """Return True if a shell-style pattern matches ``name`` or the name of a module above it."""
     names = with_all_above(name)
     return any(fnmatch.fnmatchcase(above, pattern) for pattern in patterns for above in names)
 
@@ -76,10 +76,10 @@ def matching(name: str, patterns: Iterable[str]) -> bool:
 def weights_to_skip(
     model: nn.Module, patterns: Sequence[str], named: Named | None = None
 ) -> dict[Weight, str]:
-    """Return the weights that shell-style ``patterns`` name, each with the first that does.
+    """Return the weights that shell-style ``patterns`` name, each with its first pattern.
 
-    A pattern names a module, by any name that the model has for it, and all modules below it; or a
-    stack of experts. ``named``: stacks that the caller of ``convert`` has named.
+    A pattern names a stack of experts, or a module with all modules below it, by any of its names.
+    ``named``: stacks that the caller of ``convert`` has named.
 
     Raises:
         TypeError: patterns that are not a sequence of str.
@@ -93,7 +93,7 @@ def weights_to_skip(
         for key in weights_of(module, named)
         if why_unconvertible(module, key) is None
     }
-    # what convert would warn of
+    # convert would warn of this stack
     matrices = matrices_of(model, named or {}) if patterns else []
     unknown = {x.label: (x.module, x.key) for x in matrices if x.is_unknown_stack}
     skipped: dict[Weight, str] = {}
@@ -102,8 +102,8 @@ def weights_to_skip(
         if not found:
             raise ValueError(
                 f"skip pattern {pattern!r} matches no weight of this {type(model).__name__} that "
-                f"could be converted: expected a pattern of the names of linears or modules above "
-                f"them; names of such weights end in {_ends(weights)}"
+                f"could be converted: expected a pattern of the names of linear layers or modules "
+                f"above them; names of such weights end in {_ends(weights)}"
             )
         for weight in found:
             skipped.setdefault(weight, pattern)
@@ -164,9 +164,9 @@ def _check_stack(module_name: str, module: nn.Module, name: str) -> None:
 def stacks_like(
     matrix: Matrix, matrices: Iterable[Matrix], model: nn.Module
 ) -> dict[str, list[str]]:
-    """Return ``stacks`` of ``convert`` that names an unknown stack, and those named like it.
+    """Return a value for ``stacks`` of ``convert`` that names an unknown stack and others like it.
 
-    ``matrices``: all of the model.
+    ``matrices``: all matrices of the model.
     """
     alike = text_table.pattern(matrix.name)
     keys: dict[str, list[str]] = {}
@@ -174,7 +174,7 @@ def stacks_like(
         if x.is_unknown_stack and text_table.pattern(x.name) == alike:
             keys.setdefault(x.name, []).append(x.key)
     names = [name for name, _ in model.named_modules(remove_duplicate=False)]
-    # the * of a pattern matches dots too: it must match no module below
+    # * also matches dots: the pattern must match no module below
     is_exact = set(fnmatch.filter(names, alike)) == keys.keys()
     if is_exact and len(set(map(tuple, keys.values()))) == 1:
         return {alike: keys[matrix.name]}

@@ -1,4 +1,4 @@
-"""The module that an op belongs to, in the forward and in the backward.
+"""Find the module that an op belongs to, in the forward and in the backward.
 
 Hooks tell which module's forward runs. A node of the autograd graph is created just before the op
 that it records runs, and carries the next number of a sequence: so the op of a backward belongs to
@@ -18,9 +18,9 @@ from torch import nn
 from torch.autograd import set_multithreading_enabled
 
 MODEL = "(model)"
-"""Where ops run that no module below the model has called."""
+"""The place of ops outside of any submodule."""
 
-# of torch.compile and of checkpoint_wrapper
+# prefixes of torch.compile and of checkpoint_wrapper
 _WRAPPERS = re.compile(r"\b(_orig_mod|_checkpoint_wrapped_module)(\.|$)")
 
 _engine: Any = torch._C
@@ -28,7 +28,7 @@ _saved_tensor_hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 def without_wrappers(text: str) -> str:
-    """Return names of modules or parameters, or a text with such names, without wrappers."""
+    """Remove the prefixes of wrappers from names of modules or parameters, or from a text."""
     return _WRAPPERS.sub("", text)
 
 
@@ -37,7 +37,7 @@ class Place(NamedTuple):
 
     Attributes:
         module: the name of its module.
-        node: number of the autograd node that it is recorded by, or in the backward, that runs it.
+        node: the number of the autograd node that records it or, in the backward, runs it.
         in_backward: whether it computes gradients.
         recomputed: whether it is part of a forward that checkpointing runs again.
     """
@@ -49,7 +49,7 @@ class Place(NamedTuple):
 
 
 class _Eagerly:
-    """Run compiled regions in eager mode while any thread is inside, in whatever order they leave.
+    """Run compiled regions in eager mode while any thread is inside, in any order of exits.
 
     Torch has one stance for all threads, and each ``with`` restores the one that it found.
     """
@@ -74,11 +74,11 @@ _EAGERLY = _Eagerly()
 
 
 class ModuleTracker:
-    """Knows the module of every op, while its hooks are on the modules of a model.
+    """Follow which module every op belongs to, by hooks on the modules of a model.
 
-    A module with several names has the first of them. Compiled regions run in eager mode, and
-    backwards in the thread that calls them, whose sequence numbers are those of the forwards. What
-    other threads run in the same modules is not followed.
+    A module with several names is known by the first. Compiled regions run in eager mode. Backwards
+    run in the calling thread, which has the sequence numbers of the forwards. Ops of other threads
+    are not followed.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -86,8 +86,8 @@ class ModuleTracker:
             module: without_wrappers(name).rstrip(".") for name, module in model.named_modules()
         }
         self._named = {name or MODEL: module for module, name in self._modules.items()}
-        self._running: list[tuple[str, int]] = []  # with the backward pass that runs it, or -1
-        self._module_of: dict[int, str] = {}  # by the number of a node
+        self._running: list[tuple[str, int]] = []  # each with the backward pass that runs it, or -1
+        self._module_of: dict[int, str] = {}  # module names by the number of a node
         self._undo = ExitStack()
         self._thread = threading.get_ident()
 
@@ -108,7 +108,7 @@ class ModuleTracker:
         return ModuleTracker, (nn.Identity(),)  # a copy of the model has hooks that follow nothing
 
     def name_of(self, module: nn.Module) -> str:
-        """Return the name of a module, without those of wrappers."""
+        """Return the name of a module, without prefixes of wrappers."""
         return self._modules.get(module) or MODEL
 
     def module_of(self, name: str) -> nn.Module | None:
@@ -124,7 +124,7 @@ class ModuleTracker:
             self._running.pop()
 
     def place(self) -> Place:
-        """The place where the op runs that is dispatched now."""
+        """The place of the op that is dispatched now."""
         latest = _engine._autograd._get_sequence_nr() - 1
         running, backward = (self._running or [(MODEL, -1)])[-1]
         now = _engine._current_graph_task_id()

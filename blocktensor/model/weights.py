@@ -1,8 +1,8 @@
-"""Find the parameters that products read: the weight of a linear, stacks of experts.
+"""Find the parameters that matmuls read: weights of linear layers, stacks of experts.
 
-Linears are ``nn.Linear`` and transformers' ``Conv1D``. Experts are found by what says that a
-parameter is a stack: transformers' flags, the classes of other libraries by name, and what the
-caller of ``convert`` names. No parameter is taken for a stack because it has three dimensions.
+Linear layers are ``nn.Linear`` and transformers' ``Conv1D``. Stacks of experts are known by
+transformers' flags, by the names of other libraries' classes, or because the caller of ``convert``
+names them. Three dimensions alone do not make a parameter a stack.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from ..tensor.weight import BlockwiseFP8Weight
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Return True for transformers' ``Conv1D`` (GPT-2): a linear whose weight is ``[K, N]``.
+    """Return True for transformers' ``Conv1D`` (GPT-2): a linear layer whose weight is ``[K, N]``.
 
-    Its class is found by name, so that transformers need not be installed.
+    The class is compared by name, so that transformers need not be installed.
     """
     return hasattr(module, "nf") and any(
         kind.__name__ == "Conv1D" and kind.__module__.partition(".")[0] == "transformers"
@@ -41,12 +41,12 @@ def is_conv1d(module: nn.Module) -> bool:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Return True for modules whose forward is a linear of their ``weight``."""
+    """Return True for modules whose forward is a linear layer of their ``weight``."""
     return isinstance(module, nn.Linear) or is_conv1d(module)
 
 
 def is_fully_sharded(kind: type) -> bool:
-    """Return True for a class that ``fully_shard`` has given to a module."""
+    """Return True for a class that ``fully_shard`` has created."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and issubclass(kind, fsdp.FSDPModule)
 
@@ -108,7 +108,7 @@ def _kind_of_experts(module: nn.Module) -> _Kind | None:
 
 
 def experts_per_token(module: nn.Module) -> int:
-    """Return how many experts of a module get each token, by its config; 1 if nothing says it."""
+    """Return to how many experts a module sends each token, by its config; 1 if unknown."""
     names = ("num_experts_per_tok", "top_k", "num_experts_per_token", "moe_topk")
     holders = (getattr(module, "config", None), module)
     found = (getattr(holder, name, None) for holder in holders for name in names)
@@ -119,7 +119,7 @@ def experts_per_token(module: nn.Module) -> int:
 
 
 def weights_of(module: nn.Module, named: Named | None = None) -> tuple[str, ...]:
-    """Return the names of the parameters of a module that conversion is about.
+    """Return the names of the parameters of a module that ``convert`` may convert.
 
     Args:
         module: any module.
@@ -140,7 +140,7 @@ def stacks_of(module: nn.Module, named: Named | None = None) -> tuple[str, ...]:
 
 
 def fp8_weights(module: nn.Module) -> list[str]:
-    """Return the names of the parameters of a module that are FP8 and that its products read."""
+    """Return the names of the FP8 parameters of a module that its matmuls read."""
     return [
         key
         for key, weight in module._parameters.items()
@@ -149,20 +149,20 @@ def fp8_weights(module: nn.Module) -> list[str]:
 
 
 def is_read(module: nn.Module, key: str, fp8: Tensor) -> bool:
-    """Return True if products of a module read a parameter that is FP8, or is to be."""
+    """Return True if matmuls of a module read a parameter that is FP8, or is to be."""
     if casts_itself(module) is not None:
         return False
     return key == "weight" if is_linear(module) else fp8.ndim == 3
 
 
 _CAST_THEMSELVES = {"torchao", "transformer_engine"}
-"""Libraries whose linears compute with casts of their own."""
+"""Libraries whose linear layers compute with casts of their own."""
 
 
 def casts_itself(module: nn.Module) -> str | None:
-    """Return what a module of another library is that computes with casts of its own, or None.
+    """Describe a module of another library that computes with its own casts; None for others.
 
-    Such libraries may put their class in the place of a linear's that holds an FP8 weight.
+    Such libraries may replace the class of a linear layer that holds an FP8 weight.
     """
     for kind in type(module).__mro__:
         if kind.__module__.partition(".")[0] in _CAST_THEMSELVES:
@@ -171,7 +171,7 @@ def casts_itself(module: nn.Module) -> str | None:
 
 
 def why_unconvertible(module: nn.Module, key: str) -> str | None:
-    """Return why one of :func:`weights_of` cannot be converted where it is; None if it can."""
+    """Return why one of :func:`weights_of` cannot be converted in its module; None if it can."""
     if isinstance(module, NonDynamicallyQuantizableLinear):
         return "nn.MultiheadAttention multiplies by it without calling it"
     if (other := casts_itself(module)) is not None:
@@ -207,15 +207,15 @@ def is_transposed(module: nn.Module, key: str) -> bool:
 
 
 def sizes_of(module: nn.Module, key: str, weight: Tensor) -> tuple[int, int]:
-    """Return N (outputs) and K (inputs) of the products with a weight, or with each of a stack."""
+    """Return N (outputs) and K (inputs) of the matmuls with a weight, or with each of a stack."""
     *_, rows, columns = weight.shape
     return (columns, rows) if is_transposed(module, key) else (rows, columns)
 
 
 def local_stack(weight: Tensor) -> Tensor | None:
-    """Return the part of a stack by which this rank multiplies; None if ranks share no experts.
+    """Return the part of a stack that this rank multiplies by; None if ranks share no experts.
 
-    FSDP2's shards are no such parts: they are gathered before a product reads them.
+    FSDP2's shards do not count: they are gathered before a matmul reads them.
     """
     local = local_of(weight)
     if local is None or weight.ndim != 3 or isinstance(local, GatheredInFP8):
@@ -224,7 +224,7 @@ def local_stack(weight: Tensor) -> Tensor | None:
 
 
 def label_of(name: str, key: str) -> str:
-    """Return the name of a parameter of the module ``name``; without ``.weight``."""
+    """Return the name of a parameter of the module ``name``, without ``.weight``."""
     return name if key == "weight" else f"{name}.{key}".lstrip(".")
 
 
@@ -232,7 +232,7 @@ def label_of(name: str, key: str) -> str:
 
 
 def fp8_form(module: nn.Module, key: str, weight: Tensor, recipe: Recipe) -> Tensor:
-    """Return the FP8 weight that is to take the place of ``weight`` in a module."""
+    """Return the FP8 weight that will replace ``weight`` in a module."""
     if isinstance(weight, BlockwiseFP8Weight):
         return BlockwiseFP8Weight(weight.master, recipe)
     if (local := local_of(weight)) is not None:
@@ -248,8 +248,8 @@ def fp8_form(module: nn.Module, key: str, weight: Tensor, recipe: Recipe) -> Ten
 def frozen_form(module: nn.Module, key: str, master: Tensor, recipe: Recipe) -> BlockwiseFP8Tensor:
     """Return the FP8 form of a high-precision weight of a module, without the master.
 
-    It holds the bytes that the forward reads: of a weight that is ``[K, N]``, as those of Conv1D
-    are, the columnwise form.
+    It holds the bytes that the forward reads: for a weight ``[K, N]``, as in Conv1D, the columnwise
+    form.
     """
     weight, format = master.detach(), recipe.weight_format
     if not is_transposed(module, key):
@@ -263,17 +263,17 @@ def frozen_form(module: nn.Module, key: str, master: Tensor, recipe: Recipe) -> 
 
 @dataclass(eq=False)
 class Matrix:
-    """A parameter ``key`` of a module, a matrix or a stack, as it passes through a conversion.
+    """A matrix or stack during a conversion: the parameter ``key`` of a module.
 
-    It holds the module, not the parameter: conversions count the references to that.
+    It refers to the module, not to the parameter, whose references conversions count.
 
     Attributes:
         name: of the module, relative to the model.
-        counts: its row in the report counts the parameter; tied matrices do not.
-        unconvertible: why it is no weight that can be converted; None if it is one.
-        is_chosen: this matrix is to be cast, and all that are tied to it with it.
-        in_fp8: its products read FP8, once the chosen ones are cast.
-        why: the reason for what happens to it.
+        counts: True if its row in the report counts the parameter: once for tied matrices.
+        unconvertible: why it cannot be converted; None if it can.
+        is_chosen: True if this matrix is to be cast, with all matrices tied to it.
+        in_fp8: True if its matmuls read FP8 after the conversion.
+        why: the reason why it is converted or skipped.
     """
 
     name: str
@@ -287,36 +287,39 @@ class Matrix:
 
     @property
     def parameter(self) -> Tensor:
-        """The parameter as it is now."""
+        """The module's current parameter."""
         parameter = self.module._parameters[self.key]
         assert parameter is not None
         return parameter
 
     @property
     def is_unknown_stack(self) -> bool:
-        """True for a parameter that may be a stack of experts: ``stacks`` would name it."""
+        """True for a parameter that may be a stack of experts, which ``stacks`` could name."""
         return (self.unconvertible or "").startswith(UNKNOWN_STACK)
 
     @property
     def label(self) -> str:
-        """The parameter's name; without ``.weight``, which leaves the module's."""
+        """The parameter's name without ``.weight``."""
         return label_of(self.name, self.key)
 
 
 UNKNOWN_STACK = "stack of matrices"
-"""Begins the reason of a parameter that may be a stack of experts, but that nothing says to be."""
+"""Prefix of the reason for a parameter that may be a stack of experts, but is not known as one."""
 
 _OTHERS = (
     ((nn.Embedding, nn.EmbeddingBag), "embedding"),
-    (nn.MultiheadAttention, "nn.MultiheadAttention multiplies by it without calling a linear"),
+    (
+        nn.MultiheadAttention,
+        "nn.MultiheadAttention multiplies by it without calling a linear layer",
+    ),
     (_ConvNd, "convolution"),
     (ParametrizationList, "parametrized: a weight is computed from it"),
 )
-"""Modules with matrices that are no weights of linears, and the reason that a report gives."""
+"""Modules whose matrices are not weights of linear layers, and the reasons for the report."""
 
 
 def matrices_of(model: nn.Module, named: Named) -> list[Matrix]:
-    """Return all matrices of a model, in the order of modules; a tied one for each module.
+    """Return all matrices of a model, in the order of modules; tied ones for each module.
 
     ``named``: stacks of experts that the caller of ``convert`` has named.
     """
@@ -346,4 +349,4 @@ def _why_left_alone(module: nn.Module, key: str, parameter: Tensor, named: Named
         return f"{UNKNOWN_STACK}: in {kind_of(module)}; stacks={{...}} would name it"
     if in_experts and "bias" in key:
         return "bias of experts"
-    return f"not the weight of a linear: in {kind_of(module)}"
+    return f"not the weight of a linear layer: in {kind_of(module)}"

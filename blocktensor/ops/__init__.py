@@ -1,1 +1,1 @@
-"""Internal: every op with its reference, kernels, registration and choice of backend."""
+"""Internal: all ops, with their references, kernels, registration and choice of backends."""

@@ -1,4 +1,4 @@
-"""Checks of tensors that ops and types share; ``what`` names a tensor in the error message."""
+"""Check tensors for ops and tensor types; ``what`` names the tensor in the error message."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ HIGH_PRECISION = (bf16, float16, float32)
 
 
 def local(x: Tensor, what: str) -> None:
-    """Raise NotImplementedError if ``x`` is a DTensor, for which our ops have no rule.
+    """Raise NotImplementedError if ``x`` is a DTensor, which our ops do not support.
 
-    Linears that tensor parallel styles have cut take local parts before they get here.
+    Tensor parallel linear layers take local parts earlier.
     """
     tensors = sys.modules.get("torch.distributed.tensor")
     if tensors is not None and isinstance(x, tensors.DTensor):
         raise NotImplementedError(
             f"{what} is a DTensor {list(x.shape)}, {x.placements}: expected a local tensor. Pass "
-            f".full_tensor(), or .to_local() of one with Replicate(); or cut the linears with "
-            f"ColwiseParallel and RowwiseParallel of blocktensor.distributed, which take DTensors"
+            f".full_tensor(), or .to_local() of one with Replicate(); or cut the linear layers "
+            f"with ColwiseParallel and RowwiseParallel of blocktensor.distributed, which take "
+            f"DTensors"
         )
 
 
@@ -93,22 +94,22 @@ def quantized(x: Quantized) -> None:
 
 
 def fit(*conditions: bool) -> None:
-    """Raise ValueError unless all hold: callers guarantee them, and kernels rely on them."""
+    """Raise ValueError unless all conditions hold: callers guarantee them, kernels rely on them."""
     if not all(conditions):
         raise ValueError("internal: arguments of an FP8 op do not fit together")
 
 
 def gemm_operands(a: Quantized, b: Quantized, bias: Tensor | None = None, b_ndim: int = 2) -> None:
-    """Check that kernels would stay within the memory of operands."""
+    """Check that kernels would read only the memory of operands."""
     device = a.data.device
     for (data, scale, format), ndim in ((a, 2), (b, b_ndim)):
         fit(
             (data.dtype, scale.dtype, data.ndim) == (format.dtype, float32, ndim),
             tuple(scale.shape) == format.scale_shape(data.shape),
-            data.is_contiguous() or ndim == 3,  # which grouped_gemm copies
+            data.is_contiguous() or ndim == 3,  # grouped_gemm copies it
             data.device == scale.device == device,
         )
-    # one may be filled up with zeros, as columnwise casts are
+    # columnwise casts are filled up with zeros
     fit(padded_to_vectors(a.data.shape[-1]) == padded_to_vectors(b.data.shape[-1]))
     fit(bias is None or (bias.shape, bias.device) == (b.data.shape[:-1], device))
 
@@ -124,7 +125,7 @@ def bias_of(bias: Tensor, shape: Sequence[int], x: Tensor, what: str) -> None:
 
 
 def ends_of_stack(offs: Tensor, stack: Tensor, what: str) -> None:
-    """Check that ``offs`` ends one group for each matrix of ``stack``."""
+    """Check that ``offs`` has one end for each matrix of ``stack``."""
     if len(offs) != len(stack):
         raise ValueError(
             f"offs ends {len(offs)} groups, and {what} {list(stack.shape)} is a stack of "
@@ -166,19 +167,21 @@ def same_k(a: Tensor, b: Tensor, what_a: str, what_b: str) -> None:
 
 
 def linear_operands(x: Tensor, w: Tensor, bias: Tensor | None, offs: Tensor | None) -> None:
-    """Check dtypes, shapes and devices of a linear; with ``offs``, of a grouped linear.
+    """Check dtypes, shapes and devices of a linear layer; with ``offs``, of a grouped linear layer.
 
     Raises:
         TypeError, ValueError: they do not fit together.
         NotImplementedError: a DTensor.
     """
-    name = "an FP8 linear" if offs is None else "a grouped FP8 linear"
+    name = "an FP8 linear layer" if offs is None else "a grouped FP8 linear layer"
     for operand, what in ((x, "the input"), (w, "the weight")):
         high_precision(operand, f"{what} of {name}")
     if offs is None:
         rank(w, (2,), f"the weight of {name}", "stacks of experts need grouped_mm")
         if x.ndim == 0:
-            raise ValueError("the input of an FP8 linear is a scalar: expected shape [..., K]")
+            raise ValueError(
+                "the input of an FP8 linear layer is a scalar: expected shape [..., K]"
+            )
     else:
         remedy = "stacks of experts are [E, N, K]; a matrix needs functional.linear"
         rank(x, (2,), f"the input of {name}", "flatten tokens to [T, K]")

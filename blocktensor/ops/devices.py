@@ -1,4 +1,4 @@
-"""Devices and installed software, as far as the choice of a backend depends on them."""
+"""Inspect devices and installed software for the choice of backends."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 
 _FP8_CAPABILITY = (8, 9)
 FAST_PATH_VARIABLE = "BLOCKTENSOR_FAST_PATH"
-"""Environment variable: 0 keeps the kernels in Gluon from running. Read once."""
+"""Environment variable: with 0 no kernels in Gluon run. Read once."""
 
 HOPPER = (9, 0)
-"""Compute capability with TMA and wgmma, and 16-bit maxima two at a time."""
+"""The compute capability that has TMA, wgmma, and 16-bit maxima two at a time."""
 
 
 @functools.cache
@@ -23,17 +23,17 @@ def _capability(index: int) -> tuple[int, int]:
 
 
 def capability(device: torch.device) -> tuple[int, int]:
-    """Compute capability of a CUDA device."""
+    """Return the compute capability of a CUDA device."""
     index: int | None = device.index
     return _capability(torch.cuda.current_device() if index is None else index)
 
 
 class Card(NamedTuple):
-    """A GPU as far as the choice of tiles depends on it.
+    """The facts of a GPU on which the choice of tiles depends.
 
     Attributes:
-        name: a name in gemm/hopper/tiles.json: that of the card, or of the one it resembles most.
-        sms: multiprocessors.
+        name: the name in gemm/hopper/tiles.json of this card, or of the most similar one.
+        sms: the number of multiprocessors.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Card(NamedTuple):
 
 H200 = Card("H200", 132)
 CARDS = {"H100": Card("H100", 132), "H200": H200}
-"""The cards for which tiles are measured, by their names."""
+"""The cards with measured tiles, by their names."""
 
 
 @functools.cache
@@ -56,7 +56,7 @@ def card(device: torch.device) -> Card:
 
 
 def sms(device: torch.device) -> int:
-    """Return multiprocessors of a GPU; those of an H200 for any other device."""
+    """Return the number of multiprocessors of a GPU; of an H200 for any other device."""
     return card(device).sms
 
 
@@ -65,12 +65,12 @@ def has_triton() -> bool:
     """Return whether Triton can be imported."""
     try:
         return importlib.util.find_spec("triton") is not None
-    except ValueError:  # a module in its place has no __spec__
+    except ValueError:  # a fake module in sys.modules has no __spec__
         return False
 
 
 def lacks_fp8(device: torch.device) -> str | None:
-    """Return the reason why a device has no FP8 arithmetic; None if it has."""
+    """Return why a device cannot compute in FP8; None if it can."""
     if device.type != "cuda":
         return f"needs a CUDA device, got {device.type!r}"
     found = capability(device)
@@ -80,13 +80,13 @@ def lacks_fp8(device: torch.device) -> str | None:
 
 
 def lacks_triton(device: torch.device) -> str | None:
-    """Return the reason why Triton kernels cannot run on a device; None if they can."""
+    """Return why Triton kernels cannot run on a device; None if they can."""
     return lacks_fp8(device) or (None if has_triton() else "triton is not installed")
 
 
 @functools.cache
 def gluon_is_off() -> str | None:
-    """Return the reason why no kernel in Gluon is to run; None if they may."""
+    """Return why Gluon kernels are switched off; None if they are not."""
     if os.environ.get(FAST_PATH_VARIABLE) == "0":
         return f"switched off by {FAST_PATH_VARIABLE}=0"
     if importlib.util.find_spec("triton.experimental.gluon") is None:
@@ -95,5 +95,5 @@ def gluon_is_off() -> str | None:
 
 
 def lacks_gluon(device: torch.device) -> str | None:
-    """Return the reason why kernels in Gluon cannot run on a device; None if they may be tried."""
+    """Return why Gluon kernels cannot run on a device; None if they may be tried."""
     return lacks_triton(device) or gluon_is_off()

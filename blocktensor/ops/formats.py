@@ -1,7 +1,7 @@
-"""Block formats: which elements of a matrix share a scale, and how that scale is rounded.
+"""Define block formats: which elements of a matrix share a scale, and how scales are rounded.
 
-All other code reads block sizes and rounding from a :class:`BlockFormat`. A new format is one more
-call of :func:`register`; the reference ops then run with it, and kernels once they are written.
+All other code reads block sizes and rounding from a :class:`BlockFormat`. To add a format, call
+:func:`register`: the reference ops then run with it. Kernels must be written for it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 BLOCK = 128
-"""Edge of DeepSeek-V3's blocks, in elements, and the contraction of one promoted product."""
+"""Edge of DeepSeek-V3's blocks, and the size along K of one promoted product, in elements."""
 
 ScaleRounding = Literal["fp32", "power_of_two"]
 
@@ -31,37 +31,37 @@ def num_blocks(size: int) -> int:
 
 
 GROUP_STEP = 256
-"""Rows in groups are cast into tensors of whole steps of so many rows, so that few sizes occur."""
+"""Casts of rows in groups have a multiple of this number of rows, so that few sizes occur."""
 
 
 def group_rows(rows: int) -> int:
-    """Return the rows of the rowwise cast of ``rows`` rows in groups: whole ``GROUP_STEP``."""
+    """Return ``rows`` rounded up to ``GROUP_STEP``: the rows of a rowwise cast in groups."""
     return ceil_div(rows, GROUP_STEP) * GROUP_STEP
 
 
 def group_blocks(rows: int, groups: int) -> int:
-    """Return the most blocks that ``rows`` rows in ``groups`` groups take; none is shared.
+    """Return the most blocks that ``rows`` rows in ``groups`` groups take; groups share none.
 
-    The sizes of groups are numbers on a device: what holds their blocks is sized by this bound,
-    which is that of :func:`group_rows`.
+    The sizes of groups are known only on the device, so tensors of their blocks have this size. It
+    is the same for all ``rows`` with equal :func:`group_rows`.
     """
     return (group_rows(rows) + (BLOCK - 1) * groups) // BLOCK
 
 
 def group_columns(rows: int, groups: int) -> int:
-    """Return the columns of a columnwise cast by groups: those of :func:`group_blocks`."""
+    """Return the columns of a columnwise cast by groups: 128 for each of :func:`group_blocks`."""
     return group_blocks(rows, groups) * BLOCK
 
 
 @dataclass(frozen=True, eq=False)
 class BlockFormat:
-    """One format. There is one object for each name, so that formats compare by identity.
+    """A block format. There is one object for each name, so that formats compare by identity.
 
     Attributes:
-        name: how ops and messages refer to it.
+        name: its name in ops and messages.
         block_shape: rows and columns of a block; columns lie along the contraction.
         scale_rounding: ``"fp32"``: scale = amax / max. ``"power_of_two"``: that, rounded up.
-        dtype: of the data.
+        dtype: the dtype of the data.
     """
 
     name: str
@@ -70,7 +70,7 @@ class BlockFormat:
     dtype: torch.dtype = torch.float8_e4m3fn
 
     def __new__(cls, *args: Any, **kwargs: Any) -> BlockFormat:
-        """Return the registered format of these values: Dynamo makes constants of graphs so."""
+        """Return the registered format with these values: Dynamo creates constants this way."""
         made = super().__new__(cls)
         made.__init__(*args, **kwargs)  # type: ignore[misc]
         found = _FORMATS.get(made.name)
@@ -93,21 +93,21 @@ class BlockFormat:
 
     @property
     def transposes(self) -> bool:
-        """Return whether the transpose of a cast is the cast of the transpose, byte for byte."""
+        """Return True if transposing a cast gives the bytes of the cast of the transpose."""
         return self.rows == self.cols
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Numbers of dimensions that the data may have: blocks of one row are those of a matrix."""
+        """The numbers of dimensions that data may have: 2 for blocks of one row, else 2 or 3."""
         return (2,) if self.rows == 1 else (2, 3)
 
     def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return shape of the scales of data of ``shape`` ``[..., R, C]``; partial blocks count."""
+        """Return the shape of the scales of data of this ``shape``; partial blocks count."""
         *lead, rows, cols = shape
         return (*lead, ceil_div(rows, self.rows), ceil_div(cols, self.cols))
 
     def nbytes(self, shape: Sequence[int]) -> int:
-        """Return bytes of data of ``shape`` and of its fp32 scales, without padding."""
+        """Return the bytes of data of ``shape`` and of its fp32 scales, without padding."""
         return math.prod(shape) * self.dtype.itemsize + 4 * math.prod(self.scale_shape(shape))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -115,12 +115,12 @@ class BlockFormat:
 
 
 class Quantized(NamedTuple):
-    """A matrix (or stack) cast to a format: value = data * scale.
+    """A matrix or stack cast to a format: value = data * scale.
 
     Attributes:
         data: ``[..., R, C]`` in ``format.dtype``, contiguous along C, the contraction.
-        scale: fp32, a number for each block, laid out by ``ops/scale_layouts.py``.
-        format: whose blocks these are.
+        scale: fp32, one number for each block, laid out by ``ops/scale_layouts.py``.
+        format: the format of the blocks.
     """
 
     data: Tensor
@@ -132,7 +132,7 @@ _FORMATS: dict[str, BlockFormat] = {}
 
 
 def register(block_format: BlockFormat) -> BlockFormat:
-    """Make a format known by its name, which ops are given; returns it.
+    """Register a format under its name, which ops take as argument, and return it.
 
     Raises:
         ValueError: the name is taken.
@@ -156,10 +156,10 @@ def named(name: str) -> BlockFormat:
 
 
 BLOCKS_1X128 = register(BlockFormat("1x128", (1, BLOCK)))
-"""Activations and gradients."""
+"""The format of activations and gradients."""
 
 BLOCKS_128X128 = register(BlockFormat("128x128", (BLOCK, BLOCK)))
-"""Weights."""
+"""The format of weights."""
 
 BLOCKS_1X128_POW2 = register(BlockFormat("1x128_pow2", (1, BLOCK), "power_of_two"))
 BLOCKS_128X128_POW2 = register(BlockFormat("128x128_pow2", (BLOCK, BLOCK), "power_of_two"))
@@ -175,11 +175,11 @@ WEIGHT_FORMATS: dict[ScaleRounding, BlockFormat] = {
 """The formats of each scale rounding."""
 
 KERNEL_FORMATS = (BLOCKS_1X128, BLOCKS_128X128, BLOCKS_1X128_POW2, BLOCKS_128X128_POW2)
-"""Formats that kernels are written for; others run in the reference."""
+"""The formats that kernels support; others run in the reference."""
 
 
 def with_block_shape(block_shape: Sequence[int], scale_rounding: ScaleRounding) -> BlockFormat:
-    """Return the registered e4m3 format with these blocks and this rounding of scales.
+    """Return the registered e4m3 format with these blocks and rounding of scales.
 
     Raises:
         ValueError: there is none.

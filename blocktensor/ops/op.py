@@ -1,13 +1,12 @@
-"""Ops declared once, from which schema, fake, registration and the eager call follow.
+"""Declare an op once, and derive its schema, fake, registration and eager call.
 
-The body of a declared function is its fake: it makes the result before anything is written to it.
-An eager call never runs it. The backend's function of the same name runs, which is decided once for
-each kind of arguments (``runtime/specialize.py``). Only where a call must go through the dispatcher
-(compilers, dispatch modes, tensors without memory) is the registered op called, which then does the
-same.
+The body of a declared function is its fake: it returns an uninitialised result. An eager call never
+runs it, but the backend's function of the same name, which is chosen once for each kind of
+arguments (``runtime/specialize.py``). If a call must go through the dispatcher (compilers, dispatch
+modes, tensors without memory), it calls the registered op, which then runs the same function.
 
-To add an op, declare a function, and write one of this name in ``reference.py`` and in a kernel
-file that a table of backends names (``registry.py``).
+To add an op, declare a function, and write functions of the same name in ``reference.py`` and in a
+kernel file that a table of backends names (``registry.py``).
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 OPS: dict[str, Specialized] = {}
-"""The decisions of every declared op, by its name."""
+"""All declared ops, with their decisions, by name."""
 
 
 def op(
@@ -43,15 +42,15 @@ def op(
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Register an op and return the function that runs it.
 
-    All are functions of the op's arguments.
+    All parameters are functions of the op's arguments.
 
     Args:
         backend: returns the backend whose function of the op's name runs the call.
-        check: raises where arguments do not fit.
+        check: raises if arguments do not fit.
         decide: instead of ``backend``, returns the function that runs calls of this kind.
-        formats: returns the formats of the result, nested as it is; by default, the i-th result
-            has the i-th format among the arguments, or the last.
-        flops: returns the FLOPs; tensors are shapes.
+        formats: returns the formats of the results, nested like the results; by default, the i-th
+            result has the i-th format among the arguments, or the last one.
+        flops: returns the FLOPs; it gets shapes in place of tensors.
     """
 
     def declare(fake: Callable[P, R]) -> Callable[P, R]:
@@ -101,9 +100,9 @@ _PYTHON, _FUNCTIONALIZE = torch.DispatchKey.Python, torch.DispatchKey.Functional
 
 
 def _skip_layers(name: str, compute: Callable[..., Any]) -> None:
-    """Make calls of a registered op that need no layer of ``custom_op`` run ``compute`` at once.
+    """Skip the layers of ``custom_op`` in calls of a registered op that need none of them.
 
-    The layers raise where a gradient would be lost, and serve modes and subclasses. In a compiled
+    The layers raise if a gradient would be lost, and handle modes and subclasses. In a compiled
     graph they took half of an op's host time (docs/experiments/host_time.md).
     """
     for key in ("AutogradCPU", "AutogradCUDA"):
@@ -123,7 +122,7 @@ def _has_graph(x: Any) -> bool:
 
 
 def runner(backend: Backend[Any], name: str) -> Callable[..., Any]:
-    """Return the function of this name of a backend, recorded if it only launches kernels."""
+    """Return a backend's function of this name; if it only launches kernels, recorded."""
     function = backend.function(name)
     assert function is not None, f"{backend.name} has no {name}"
     return recorded(function, backend.launches)
@@ -132,15 +131,15 @@ def runner(backend: Backend[Any], name: str) -> Callable[..., Any]:
 def unregistered(
     reference: Callable[..., Any], backend: Callable[..., Backend[Any]]
 ) -> Specialized:
-    """Return a reference, run by its backend; compilers see the ops of the reference itself."""
+    """Return a reference that runs on its backend; compilers see the ops of the reference."""
     return Specialized(lambda *args: runner(backend(*args), reference.__name__), reference)
 
 
 def _called(fake: Callable[P, R], table: Specialized) -> Callable[P, R]:
     """Return a function with the signature of ``fake`` that calls ``table``.
 
-    It is compiled from text, so that Python itself adds defaults and takes keywords: eager calls
-    cost host time. Its frames have the name, file and line of ``fake``.
+    It is compiled from source text, so that Python itself handles defaults and keywords, which
+    saves host time. Its frames have the name, file and line of ``fake``.
     """
     names, code = ", ".join(inspect.signature(fake).parameters), fake.__code__
     text = f"def {fake.__name__}({names}): return run({names})"
@@ -155,8 +154,8 @@ def _called(fake: Callable[P, R], table: Specialized) -> Callable[P, R]:
 class _Schema:
     """The schema of a declared function, and its arguments and results in the dispatcher.
 
-    A registered op takes tensors and names: a format by its name, a :class:`Quantized` as data,
-    scale and name. It returns data and scale of each result, in one list if one may be absent.
+    A registered op takes tensors and strings: a format as its name, a :class:`Quantized` as data,
+    scale and name. It returns data and scale of each result; in one list if a result may be absent.
     """
 
     _TYPES: dict[Any, str] = {  # noqa: RUF012
@@ -178,7 +177,7 @@ class _Schema:
     def _parameters(self) -> list[str]:
         operands = [*self._kinds.values()].count(Quantized)
         listed: list[str] = []
-        has_default = True  # so have all parameters after it
+        has_default = True  # all later parameters have defaults, too
         for name, kind in reversed(self._kinds.items()):
             default = self._defaults[name]
             has_default = has_default and isinstance(default, (bool, NoneType))
@@ -207,9 +206,9 @@ class _Schema:
         return get_args(self._returned) if is_tuple else (self._returned,)
 
     def flat(self, args: Sequence[Any]) -> list[Any]:
-        """Return the arguments of the registered op; None for a default that is given."""
+        """Return the arguments of the registered op; a format that is the default becomes None."""
         flat: list[Any] = []
-        before: BlockFormat | None = None  # for which the default of a format stands
+        before: BlockFormat | None = None  # what a default of None stands for
         for default, x in zip(self._defaults.values(), args, strict=True):
             if isinstance(x, Quantized):
                 flat += [x.data, x.scale, x.format.name]
@@ -222,10 +221,10 @@ class _Schema:
 
     @functools.cached_property
     def arguments(self) -> Any:
-        """The function from the registered op's arguments to those of the declared function.
+        """A function that converts the registered op's arguments to the declared function's.
 
-        Compiled from text, as compiled graphs call it for every op; the dispatcher omits the last
-        arguments if they are defaults.
+        It is compiled from source text for speed: compiled graphs call it for every op. The
+        dispatcher omits trailing arguments that are defaults.
         """
         given, made = [], []
         for name, kind in self._kinds.items():
@@ -242,7 +241,7 @@ class _Schema:
 
     @functools.cached_property
     def tensors(self) -> Callable[[Any], Any]:
-        """The function from the declared function's result to that of the registered op."""
+        """A function that converts the declared function's result to the registered op's."""
         if self._returned in (Tensor, Quantized):
             return lambda made: made if isinstance(made, Tensor) else made[:2]
         return lambda made: [x for form in _forms(made) for x in form[:2]]
@@ -265,7 +264,7 @@ def _forms(made: Any) -> Iterator[Quantized]:
 
 
 def _formed(formats: Any, tensors: Iterator[Tensor]) -> Any:
-    """Return results, nested as their formats, of the data and scales of each."""
+    """Return results, nested like ``formats``, built from data and scales."""
     if formats is None:
         return None
     if isinstance(formats, BlockFormat):

@@ -1,4 +1,4 @@
-"""The specification of every op, in plain torch: any device, bit for bit, and the CPU backend.
+"""Specify every op bit for bit in plain torch; also the backend for the CPU and other devices.
 
 Notation: a *rowwise* cast of ``x[M, K]`` has its blocks along K; the *columnwise* cast is the
 rowwise cast of ``x.t()``, data written ``[K, M]`` contiguous. Value = data * scale.
@@ -20,15 +20,15 @@ from .scale_layouts import columnwise_width, empty_columnwise, empty_quantized
 
 
 def largest(format: BlockFormat) -> float:
-    """Return the largest finite value of a format's data; 448 for e4m3."""
+    """Return the largest finite number of a format's dtype; 448 for e4m3."""
     return torch.finfo(format.dtype).max
 
 
 def scale_from_amax(amax: Tensor, format: BlockFormat) -> Tensor:
     """Return the fp32 scale of a block from its fp32 ``amax`` (any shape).
 
-    ``amax / 448``, rounded to nearest, or that rounded up to a power of two, never below 2^-126.
-    A zero block (or an amax so small that the quotient underflows) gets scale 1; an Inf block gets
+    It is ``amax / 448`` rounded to nearest, or then up to a power of two, and at least 2^-126. A
+    zero block (or an amax so small that the quotient underflows) gets scale 1; an Inf block gets
     Inf; a NaN block gets the canonical quiet NaN.
     """
     # Divide by a tensor: on CUDA, tensor / python-scalar multiplies by the rounded reciprocal.
@@ -41,9 +41,9 @@ def scale_from_amax(amax: Tensor, format: BlockFormat) -> Tensor:
 
 
 def to_data(x: Tensor, format: BlockFormat) -> Tensor:
-    """Round fp32 to data, to nearest even, saturating; every NaN becomes one (e4m3: 0x7F)."""
+    """Round fp32 to the data dtype, to nearest even, saturating; NaN becomes 0x7F in e4m3."""
     limit = largest(format)
-    x = x.nan_to_num(nan=float("nan"), posinf=limit, neginf=-limit)  # one sign of NaN
+    x = x.nan_to_num(nan=float("nan"), posinf=limit, neginf=-limit)  # the sign of NaN is dropped
     return x.clamp(-limit, limit).to(format.dtype)
 
 
@@ -69,14 +69,14 @@ def _amax(blocks: Tensor) -> Tensor:
 def _cast(
     blocks: Tensor, scale: Tensor, format: BlockFormat, x: Tensor, row: int = 0, col: int = 0
 ) -> Tensor:
-    """Return the data of ``x``, which lies in ``blocks`` from ``row`` and ``col`` on."""
+    """Return the data of ``x``, which begins at ``row``, ``col`` in the padded ``blocks``."""
     data = to_data(blocks / scale[..., :, None, :, None], format)
     data = data.flatten(-2).flatten(-3, -2)
     return data[..., row : row + x.shape[-2], col : col + x.shape[-1]]
 
 
 def quantize_rowwise(x: Tensor, format: BlockFormat) -> Quantized:
-    """Cast ``x[..., R, C]``: data alike, a scale for each block."""
+    """Cast ``x[..., R, C]`` to data of the same shape and one scale for each block."""
     blocks = _in_blocks(x, format)
     scale = scale_from_amax(_amax(blocks), format)
     made = empty_quantized(x.shape, format, x.device)
@@ -86,7 +86,7 @@ def quantize_rowwise(x: Tensor, format: BlockFormat) -> Quantized:
 def quantize_columnwise(x: Tensor, format: BlockFormat) -> Quantized:
     """Cast the transpose of ``x[M, K]``: data ``[K, M]``, blocks along M.
 
-    With zeros from M up to :func:`columnwise_width`, as if x had more rows of zeros.
+    Columns from M up to :func:`columnwise_width` are zeros, as if x had more rows of zeros.
     """
     zeros = columnwise_width(x.shape[0], format) - x.shape[0]
     cast = quantize_rowwise(F.pad(x.t(), (0, zeros)) if zeros else x.t(), format)
@@ -96,7 +96,7 @@ def quantize_columnwise(x: Tensor, format: BlockFormat) -> Quantized:
 def quantize_both(
     x: Tensor, format: BlockFormat, columnwise_format: BlockFormat | None = None
 ) -> tuple[Quantized, Quantized]:
-    """Cast ``x[M, K]`` rowwise, and columnwise in ``columnwise_format`` or the same."""
+    """Cast ``x[M, K]`` rowwise, and columnwise in ``columnwise_format`` or the same format."""
     return quantize_rowwise(x, format), quantize_columnwise(x, columnwise_format or format)
 
 
@@ -105,14 +105,14 @@ def quantize_stochastically(
 ) -> Quantized:
     """Cast ``x[..., R, C]`` rowwise, rounding up or down at random: the expected value is x.
 
-    A value between two numbers of the format becomes the upper one with a probability in proportion
-    to its distance from the lower one. What is a number of the format, rounded to the dtype of x,
-    stays that number.
+    A value between two numbers of the format becomes the upper one with a probability proportional
+    to its distance from the lower one. Values that equal a number of the format, rounded to the
+    dtype of x, become that number.
 
     Args:
-        generator: of the device of x.
-        scale: of an earlier cast, fp32, a number for each block. A block keeps it while its amax is
-            at most 2^-8 above what it covers, and at least half of that.
+        generator: the source of random numbers, on the device of x.
+        scale: the fp32 scales of an earlier cast. A block keeps its scale if its amax is at most
+            2^-8 above ``448 * scale``, and at least half of that.
     """
     blocks = _in_blocks(x, format)
     own = scale_from_amax(_amax(blocks), format)
@@ -129,7 +129,7 @@ def quantize_stochastically(
 
 
 def round_stochastically(x: Tensor, format: BlockFormat, generator: torch.Generator) -> Tensor:
-    """Round fp32 to data at random, saturating; the expected value of the result is x."""
+    """Round fp32 to the data dtype at random, saturating; the expected value is x."""
     info = torch.finfo(format.dtype)
     x = x.nan_to_num(nan=float("nan"), posinf=info.max, neginf=-info.max)
     x = x.clamp(-info.max, info.max)
@@ -139,11 +139,11 @@ def round_stochastically(x: Tensor, format: BlockFormat, generator: torch.Genera
     below = (x / step).floor()
     noise = torch.rand(x.shape, generator=generator, device=x.device)
     rounded = (below + (noise < x / step - below)) * step
-    return rounded.copysign(x).to(format.dtype)  # zeros keep the sign
+    return rounded.copysign(x).to(format.dtype)  # zeros keep their sign
 
 
 def transpose(x: Quantized) -> Quantized:
-    """Transpose a cast in square blocks: bytes ``[..., N, K]`` to ``[..., K, N]``."""
+    """Transpose a cast in square blocks, from ``[..., N, K]`` to ``[..., K, N]``."""
     made = empty_quantized(x.data.mT.shape, x.format, x.data.device)
     return _filled(made, x.data.mT, x.scale.mT)
 
@@ -161,10 +161,10 @@ def _filled(made: Quantized, data: Tensor, scale: Tensor) -> Quantized:
 
 
 def dequantize(x: Quantized, dtype: torch.dtype) -> Tensor:
-    """Return ``data * scale`` in fp32, rounded to ``dtype``; at most its largest finite value.
+    """Return ``data * scale`` in fp32, rounded to ``dtype`` and clamped to its finite range.
 
-    A value at the limit of a dtype, 65504 in fp16, may have been rounded up to a number beyond.
-    What an Inf scale gives is no such number.
+    The cast may have rounded a value near the limit of a dtype, 65504 in fp16, to a number beyond
+    it. Inf from an Inf scale is not clamped.
     """
     rows, cols = x.data.shape[-2:]
     expanded = x.scale.repeat_interleave(x.format.cols, -1)[..., :cols]
@@ -177,7 +177,7 @@ def dequantize(x: Quantized, dtype: torch.dtype) -> Tensor:
 
 
 def largest_fp32(dtype: torch.dtype) -> float:
-    """Return the largest finite number of fp32 that is finite in ``dtype`` too."""
+    """Return the largest fp32 number that is finite in ``dtype``."""
     return min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
 
 
@@ -190,9 +190,9 @@ def gemm(
 ) -> Tensor:
     """Return ``A[M, K] B[N, K]^T``: each block of K rounded to fp32, scaled, then summed in fp32.
 
-    ``bias`` ``[N]`` joins the fp32 sum before the one rounding to ``out_dtype``. The sum of a block
-    is exact before it is rounded: no bit depends on the order in which a machine adds, nor on other
-    rows. So it is batch invariant in any case.
+    ``bias`` ``[N]`` is added to the fp32 sum before the only rounding to ``out_dtype``. The sum of
+    a block is exact before it is rounded, so that no bit depends on the order of additions or on
+    other rows: the result is batch invariant.
     """
     m, n, k = len(a.data), len(b.data), min(a.data.shape[1], b.data.shape[1])
     row_scale = a.scale.repeat_interleave(a.format.rows, 0)[:m]  # [M, K/cols]
@@ -200,7 +200,7 @@ def gemm(
     # fp64 holds sums of 128 products of e4m3 numbers exactly: multiples of 2^-18 below 2^25
     a_wide, b_wide = a.data[:, :k].double(), b.data[:, :k].double()  # one may end with zeros
     acc = torch.zeros((m, n), dtype=torch.float32, device=a.data.device)
-    step = math.gcd(a.format.cols, b.format.cols)  # one scale of either side
+    step = math.gcd(a.format.cols, b.format.cols)  # one of each operand
     for first in range(0, k, step):
         inside = slice(first, first + step)
         partial = (a_wide[:, inside] @ b_wide[:, inside].t()).float()  # [M, N]
@@ -211,12 +211,12 @@ def gemm(
 
 
 def group_ranges(offs: Tensor, rows: int) -> list[tuple[int, int]]:
-    """Return the first row of each group and the row after its last.
+    """Return the first row of each group and the row after its last row.
 
     Args:
-        offs: ``[E]``, the cumulative ends of the groups. An end before that of the last group, or
-            beyond ``rows``, counts as that one.
-        rows: that there are. Those from the last end on belong to no group.
+        offs: ``[E]``, the cumulative ends of the groups. An end before the previous group's end
+            counts as that end, and an end beyond ``rows`` as ``rows``.
+        rows: the number of rows. Rows from the last end on belong to no group.
     """
     ranges, begin = [], 0
     for end in offs.tolist():
@@ -229,12 +229,12 @@ def group_ranges(offs: Tensor, rows: int) -> list[tuple[int, int]]:
 def quantize_grouped(
     x: Tensor, offs: Tensor, rowwise: BlockFormat | None, columnwise: BlockFormat | None
 ) -> tuple[Quantized | None, Quantized | None]:
-    """Cast ``x[T, K]`` rowwise, and its transpose with blocks of its own for each group.
+    """Cast ``x[T, K]`` rowwise, and columnwise with blocks that begin anew in every group.
 
     Rowwise data is ``[R, K]``, where R is :func:`group_rows` ``(T)``; rows from T on may hold
     anything. Columnwise data is ``[K, P]``, where P is :func:`group_columns` ``(T, E)``: the
     columnwise cast of each group, filled up with zeros to whole blocks of 128 tokens, one after the
-    other. Blocks after those of the last group may hold anything. None for a cast without a format.
+    other. Blocks after the last group may hold anything. A cast without a format is None.
     """
     tokens, k = x.shape
     rows = x.new_zeros((group_rows(tokens), k))
@@ -258,9 +258,9 @@ def grouped_gemm(
     out_dtype: torch.dtype,
     tokens: int | None = None,
 ) -> Tensor:
-    """Return ``out[T, N]``: rows of group e of ``A[T, K]`` by ``B[e, N, K]^T (+ bias[e, N])``.
+    """Multiply the rows of group e of ``A[T, K]`` by ``B[e, N, K]^T (+ bias[e, N])``.
 
-    Rows of no group are zeros. ``tokens``: T, where A has more rows.
+    The result is ``[T, N]``. Rows of no group are zeros. ``tokens``: T, if A has more rows.
     """
     rows = a.data.shape[0] if tokens is None else tokens
     out = a.data.new_zeros((rows, b.data.shape[1]), dtype=out_dtype)
@@ -275,9 +275,9 @@ def grouped_gemm(
 def grouped_gemm_wgrad(
     a: Quantized, b: Quantized, offs: Tensor, tokens: int, out_dtype: torch.dtype
 ) -> Tensor:
-    """Return ``out[E, N, K]``: ``out[e]`` contracts the tokens of group e of ``A[N, P] B[K, P]^T``.
+    """Contract ``A[N, P] B[K, P]^T`` over the tokens of each group e, into ``out[E, N, K]``.
 
-    Both are cast by :func:`quantize_grouped` from matrices of ``tokens`` rows. A group
+    Both are columnwise casts of :func:`quantize_grouped` from matrices of ``tokens`` rows. A group
     without tokens gives zeros.
     """
     shape = len(offs), a.data.shape[0], b.data.shape[0]
@@ -296,10 +296,10 @@ def grouped_gemm_wgrad(
 
 
 def shard_amax(x: Tensor, format: BlockFormat, row: int, col: int) -> Tensor:
-    """Return the amax of the blocks that ``x[..., R, C]``, a part of a larger matrix, lies in.
+    """Return the amax of ``x[..., R, C]``, a part of a larger matrix, in each of its blocks.
 
-    Its first element is ``row`` rows and ``col`` columns into its first block. fp32, a row for each
-    row of blocks; NaN where a block holds one.
+    The first element of ``x`` is ``row`` rows and ``col`` columns inside its first block. The
+    result is fp32 with one number for each block; NaN for a block that holds NaN.
     """
     return _amax(_in_blocks(x, format, row, col))
 
@@ -307,18 +307,18 @@ def shard_amax(x: Tensor, format: BlockFormat, row: int, col: int) -> Tensor:
 def quantize_shard(
     x: Tensor, amax: Tensor, format: BlockFormat, row: int, col: int, own: Tensor | None = None
 ) -> Tensor:
-    """Cast a part of a matrix as the whole matrix would be, given the ``amax`` of whole blocks.
+    """Cast a part of a matrix to its bytes in a cast of the whole, given the ``amax`` of blocks.
 
     Args:
         x, row, col: as in :func:`shard_amax`.
-        amax: of the blocks that ``x`` lies in, over all parts; the shape that shard_amax gives.
+        amax: the amax, over all parts, of the blocks of ``x``, in the shape of :func:`shard_amax`.
         format: of the cast.
-        own: what :func:`shard_amax` gave of this part for ``amax``, if ``x`` may have changed
+        own: the :func:`shard_amax` of this part that went into ``amax``, if ``x`` may have changed
             since.
 
     Returns:
-        Data ``[..., R, C]``: the bytes that :func:`quantize_rowwise` of the whole gives there. NaN
-        in blocks whose amax in ``x`` is not ``own``: the whole has another scale there.
+        Data ``[..., R, C]``: the bytes of :func:`quantize_rowwise` of the whole. Blocks whose amax
+        in ``x`` is no longer ``own`` are NaN, since the whole has another scale there.
     """
     blocks = _in_blocks(x, format, row, col)
     if own is not None:
@@ -333,8 +333,8 @@ def loss_and_gradient_(
     """Return the sum of the cross-entropies of rows of logits, over ``total``.
 
     Args:
-        logits: ``[T, V]`` bf16, fp16 or fp32, taken in fp32. The gradient of the result, rounded to
-            their dtype, is written over them: zeros in an ignored row, whatever was in it.
+        logits: ``[T, V]`` bf16, fp16 or fp32, converted to fp32. They are overwritten by the
+            gradient of the result, rounded to their dtype. Ignored rows become zeros.
         target: int64 ``[T]``, the indices of classes.
         total: a scalar; None for 1.
         ignore_index: as in ``F.cross_entropy``.
@@ -343,7 +343,7 @@ def loss_and_gradient_(
         An fp32 scalar.
     """
     leaf = logits.detach().requires_grad_()
-    # hooks that offload what a forward saves would move all logits
+    # saved-tensor hooks that offload would move all logits
     keep = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
     with torch.enable_grad(), keep:
         made = loss(leaf, target, total, ignore_index)

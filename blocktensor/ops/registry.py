@@ -1,8 +1,8 @@
-"""Backends as data: which implementation runs an op, and why.
+"""Describe backends as data: which implementation runs an op, and why.
 
-Each family of ops has a table of backends, best first, whose last entry is the reference (for one,
-``CAST_BACKENDS`` in ``cast/choose_backend.py``). A backend has a function of the name and with the
-signature of every op of its family, in one of its modules.
+Each family of ops has a table of backends, best first, which ends with the reference; for example
+``CAST_BACKENDS`` in ``cast/choose_backend.py``. For every op of its family, a backend has a
+function of the same name and signature in one of its modules.
 """
 
 from __future__ import annotations
@@ -18,31 +18,32 @@ Problem = TypeVar("Problem")
 
 
 def no_objection(_: object) -> None:
-    """Return the answer of a backend that takes everything."""
+    """Return None: the backend takes every device and problem."""
     return None
 
 
 def last_line(error: BaseException) -> str:
-    """Return the last line of the message of the first error in a chain of causes."""
-    while error.__cause__ is not None:  # Triton wraps one for every function that it compiles
+    """Return the last line of the message of the root cause of an error."""
+    while error.__cause__ is not None:  # Triton adds one error for every function that it compiles
         error = error.__cause__
     return (str(error).strip().splitlines() or [type(error).__name__])[-1]
 
 
 @dataclass(frozen=True, eq=False)
 class Backend(Generic[Problem]):
-    """One entry of a table.
+    """A backend of one family of ops.
 
-    ``unusable(device)``, ``declines(problem)`` and ``yields(problem)`` return the reason, or None;
-    the latter two may assume a usable device. A backend that declines cannot run the problem; one
-    that yields could, but the next is better.
+    ``unusable(device)``, ``declines(problem)`` and ``yields(problem)`` return a reason or None; the
+    latter two are called for usable devices only. A backend that declines cannot run the problem; a
+    backend that yields could run it, but the next one is faster.
 
     Attributes:
-        name: how messages and ``BLOCKTENSOR_GEMM`` refer to it.
-        modules: what holds its functions, the first that has one: names of modules (or
-            ``module:object``) below ``blocktensor.ops``, imported at the first use.
+        name: its name in messages and in ``BLOCKTENSOR_GEMM``.
+        modules: the modules (or ``module:object``) below ``blocktensor.ops`` that are searched for
+            its functions, in this order; imported at the first use.
         why: the reason for choosing it.
-        launches: True if its functions only allocate and launch kernels: calls can be recorded.
+        launches: True if its functions only allocate and launch kernels, so that calls can be
+            recorded.
     """
 
     name: str
@@ -72,7 +73,7 @@ class Choice(Generic[Problem]):
     Attributes:
         backend: the backend.
         why: the reason for choosing it.
-        others: why better ones were passed over.
+        others: why better backends were not chosen.
     """
 
     backend: Backend[Problem]
@@ -86,15 +87,15 @@ class Choice(Generic[Problem]):
 
     @property
     def reason(self) -> str:
-        """Say why it was chosen, and why others were not."""
+        """Return why it was chosen, and why others were not."""
         return f"{self.why}; {self.others}" if self.others else self.why
 
 
 def first_choice(
     backends: Iterable[Backend[Problem]], problem: Problem, device: torch.device
 ) -> Choice[Problem]:
-    """Return the first backend that takes ``problem``; one of ``backends`` must take it."""
-    passed_over: dict[str, list[str]] = {}  # reason: names
+    """Return the first backend that takes ``problem``; at least one must take it."""
+    passed_over: dict[str, list[str]] = {}  # the names of backends by reason
     for backend in backends:
         reason = backend.unusable(device) or backend.declines(problem) or backend.yields(problem)
         if reason is None:

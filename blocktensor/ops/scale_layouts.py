@@ -1,12 +1,12 @@
-"""Memory layouts of FP8 data and of scales: strides and padding are decided here alone.
+"""Define the memory layouts of FP8 data and scales: only this file decides strides and padding.
 
 Data is contiguous. A columnwise cast of an activation or gradient ends in zeros, as if x had more
 rows of zeros: ``[K, M]`` has M rounded up to whole 16-byte vectors (:func:`columnwise_width`). So
-casts store whole vectors and GEMMs read rows where they lie, whatever the number of tokens M. The
-zeros add nothing to a contraction, and the blocks are those of M columns. The columnwise form of a
-weight is no cast but the transpose of its rowwise form, and has no zeros.
+casts store whole vectors and GEMMs read rows without a copy, for any number of tokens M. The zeros
+add nothing to a contraction, and there are no additional blocks. The columnwise form of a weight is
+the transpose of its rowwise form, not a cast, and has no zeros.
 
-Two layouts of scales exist, chosen so that TMA and cuBLAS can read scales where they lie:
+There are two layouts of scales, which TMA and cuBLAS can read without a copy:
 
 - blocks of one row: logical ``[R, C/cols]``, **column-major**, leading dimension padded to a
   multiple of 4 (16-byte strides);
@@ -26,7 +26,7 @@ from torch import Tensor
 from .formats import BlockFormat, Quantized, ceil_div, group_columns
 
 VECTOR_BYTES = 16
-"""TMA addresses rows, and kernels load them, in units of so many bytes."""
+"""TMA addresses rows, and kernels load them, in units of this number of bytes."""
 
 
 def padded_to_vectors(size: int) -> int:
@@ -55,7 +55,7 @@ def empty_scale(shape: Sequence[int], format: BlockFormat, device: torch.device)
     padded = pad4(rows)
     if not isinstance(rows, int):  # symbolic, as above
         return torch.empty_strided((rows, cols), (1, padded), dtype=torch.float32, device=device)
-    if padded == rows:  # one call instead of three: allocations cost host time
+    if padded == rows:  # one call instead of three, to save host time
         return torch.empty_strided((rows, cols), (1, rows), dtype=torch.float32, device=device)
     return torch.empty((cols, padded), dtype=torch.float32, device=device).t()[:rows]
 
@@ -77,7 +77,7 @@ def empty_quantized(shape: Sequence[int], format: BlockFormat, device: torch.dev
 def empty_columnwise(x: Tensor, format: BlockFormat, offs: Tensor | None = None) -> Quantized:
     """Return uninitialised data and scales of the columnwise cast of ``x[M, K]``.
 
-    With ``offs``, of the cast whose blocks begin anew in every group of rows.
+    With ``offs``, blocks begin anew in every group of rows.
     """
     m, k = x.shape
     width = columnwise_width(m, format) if offs is None else group_columns(m, offs.shape[0])
@@ -85,22 +85,22 @@ def empty_columnwise(x: Tensor, format: BlockFormat, offs: Tensor | None = None)
         return empty_quantized((k, width), format, x.device)
     data = torch.empty((k, width), dtype=format.dtype, device=x.device)
     rows, cols = format.scale_shape((k, width))
-    # Always one number beyond: compilers make a graph of its own for scales that are contiguous,
-    # which they would be with 4, 8, ... blocks of tokens
+    # Always one number more: with 4, 8, ... blocks of tokens the scales would otherwise be
+    # contiguous, for which compilers create another graph
     stride = pad4(cols + 1), 1
     scale = torch.empty_strided((rows, cols), stride, dtype=torch.float32, device=x.device)
     return Quantized(data, scale, format)
 
 
 def copy_data_(target: Tensor, source: Tensor, non_blocking: bool = False) -> None:
-    """Copy data of one matrix, of which either may be as wide as a columnwise cast."""
+    """Copy the data of a matrix; source or target may have the zeros of a columnwise cast."""
     width = min(target.shape[-1], source.shape[-1])
     target[..., width:].view(torch.uint8).zero_()
     target[..., :width].copy_(source[..., :width], non_blocking=non_blocking)
 
 
 def laid_out(data: Tensor, scale: Tensor, format: BlockFormat) -> Quantized:
-    """Return data and scales as ops expect them; scales of other strides are copied."""
+    """Return data and scales in the layouts that ops expect; copy scales with other strides."""
     wanted = empty_scale(data.shape, format, scale.device)
     fits = scale.stride() == wanted.stride()
     return Quantized(data, scale if fits else wanted.copy_(scale), format)
@@ -156,7 +156,7 @@ def stacked_scale(scale: Tensor) -> Tensor:
 
 
 def in_vectors(data: Tensor) -> Tensor:
-    """Return ``data[R, K]`` in rows of whole 16-byte vectors, zero-padded; copy if needed."""
+    """Return ``data[R, K]`` in rows of whole 16-byte vectors, zero-padded; copied if needed."""
     k = data.shape[1]
     if k % VECTOR_BYTES:
         as_bytes = data.view(torch.uint8)

@@ -1,7 +1,7 @@
-"""Torch functions whose answer depends on the part of torch that calls them.
+"""Override torch functions whose result depends on the part of torch that calls them.
 
-``state_dict``, ``nn.Parameter``, FSDP and ``distribute_tensor`` call ``detach``, ``chunk`` and the
-like, and offer no other place to tell them what an FP8 weight is.
+``state_dict``, ``nn.Parameter``, FSDP and ``distribute_tensor`` call ``detach``, ``chunk`` and
+similar functions, and have no other hook for tensor types.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..tensor.weight import BlockwiseFP8Weight
 
 def _caller() -> Caller:
     """Return the caller of the torch function."""
-    who = caller(2)  # of the override: __torch_function__, of one or two classes
+    who = caller(2)  # the override runs in __torch_function__ of one or two classes
     while who.function == "__torch_function__" and who.back is not None:
         who = who.back
     return who
@@ -45,8 +45,9 @@ def _detach(tensor: Tensor) -> Tensor:
     if who.module == "torch.nn.parameter" and who.back is not None and who.back.place == APPLY:
         # nn.Module._apply (.to(), .half(), .cuda(), ...) makes a new Parameter and swaps it in
         old = who.back.local("param")
-        # It sets .data of plain parameters. Of these, which it then swaps with themselves, it is
-        # done here, unless there are weak references, for which swap_tensors will raise.
+        # It sets .data of plain parameters, and swaps FP8 ones. These take the new content here and
+        # are swapped with themselves; not if there are weak references, for which swap_tensors
+        # raises.
         if not weakref.getweakrefs(old) and take_content(old, made):
             return cast(Tensor, old)
         carry_over(old, made)
@@ -66,22 +67,22 @@ def _new_zeros(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
     is_whole = isinstance(tensor, (BlockwiseFP8Weight, BlockwiseFP8Tensor))
     who = _caller()
     if is_whole and who.function == "fill_empty_tensor_to_shards":
-        # of distribute_tensor, for ranks that get nothing
+        # from distribute_tensor, for ranks that get nothing
         return tensor.narrow(who.local("shard_dim"), 0, 0)
     if is_whole and who.module != "torch.distributed.fsdp._fully_shard._fsdp_param":
         plain = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         return plain.new_zeros(*args, **kwargs)
-    return _as_usual(Tensor.new_zeros, tensor, *args, **kwargs)  # begins a shard
+    return _as_usual(Tensor.new_zeros, tensor, *args, **kwargs)  # the beginning of a shard
 
 
 def _view_as(tensor: Tensor, other: Tensor) -> Any:
     who = _caller()
     if who.module == "torch.distributed.tensor._api" and isinstance(tensor, MasterBase):
         outer = who.back
-        if outer is not None and outer.function == "apply":  # of the autograd function
+        if outer is not None and outer.function == "apply":  # of an autograd function
             outer = outer.back
         if outer is not None and outer.function == "full_tensor":
-            return tensor.master.view_as(tensor.master)  # plain on one rank, as on several
+            return tensor.master.view_as(tensor.master)  # plain, as with several ranks
     return _as_usual(Tensor.view_as, tensor, other)
 
 
@@ -95,7 +96,7 @@ _STATE_DICTS = "torch.distributed._state_dict_utils"
 
 
 def _check_distribute_tensor(tensor: Tensor, who: Caller) -> None:
-    """Refuse to distribute FP8 tensors other than stacks, and to broadcast those of a state."""
+    """Refuse to distribute FP8 tensors except stacks, and to broadcast a ``state_dict``'s."""
     is_sent = who.place == (_STATE_DICTS, "_broadcast_tensors")  # to ranks that receive plain ones
     if not is_sent and who.module not in _DISTRIBUTES:
         return
@@ -109,7 +110,7 @@ def _check_distribute_tensor(tensor: Tensor, who: Caller) -> None:
     if isinstance(tensor, BlockwiseFP8Tensor) and not tensor.format.transposes:
         raise NotImplementedError(
             f"distribute_tensor of FP8 activations {list(tensor.shape)}: distribute them in high "
-            f"precision (.dequantize()); FP8 linears cast their local parts"
+            f"precision (.dequantize()); FP8 linear layers cast their local parts"
         )
     if tensor.ndim != 3:
         raise NotImplementedError(
@@ -118,7 +119,7 @@ def _check_distribute_tensor(tensor: Tensor, who: Caller) -> None:
             f"blocktensor.distributed to parallelize_module, or shard the converted model with "
             f"fully_shard (FSDP2)"
         )
-    if who.function == "distribute_tensor":  # which has sent nothing yet
+    if who.function == "distribute_tensor":  # it has sent nothing yet
         mesh, placements = who.local("device_mesh"), who.local("placements")
         format = tensor.recipe.weight_format  # type: ignore[attr-defined]
         check_cuts(tensor.shape, mesh, placements, format, "a stack of FP8 experts")
@@ -142,4 +143,4 @@ BY_CALLER: dict[Any, Callable[..., Any]] = {
     Tensor.new_zeros: _new_zeros,
     Tensor.view_as: _view_as,
 }
-"""Overrides of all FP8 types."""
+"""Overrides for all FP8 types."""

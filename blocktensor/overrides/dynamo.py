@@ -1,8 +1,8 @@
-"""Functions of FP8 weights that Dynamo puts into its graph as they are, or breaks the graph for.
+"""Tell Dynamo which functions of FP8 weights to put into its graph whole, or to break it for.
 
-It would read the casts that a weight makes as inputs of the graph. The torch functions of a weight
-stay whole by themselves; ours have to be announced, which imports Dynamo: a second that only those
-who compile should spend.
+Otherwise Dynamo would take the casts of a weight for inputs of the graph. Torch functions of a
+weight stay whole by themselves. Our functions must be announced, which imports Dynamo: this takes a
+second, which only users of ``torch.compile`` should pay.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from ..tensor.base import FP8Base
 
 _announced = False
 _loss_apart: Callable[..., Tensor] = _linear_cross_entropy.linear_cross_entropy
-"""Breaks a graph, once it is announced."""
+"""The loss function, which breaks graphs once it is announced."""
 
 
 def announce() -> None:
-    """Let Dynamo take the functions of this file whole."""
+    """Make Dynamo keep the functions of this file whole."""
     global _announced, _loss_apart
     if not _announced:
         from torch.compiler import allow_in_graph, disable
@@ -48,9 +48,9 @@ def announce_if_loaded() -> None:
 def gated_mlp(
     linears: Callable[..., Sequence[Tensor]], x: Tensor, weights: Any, biases: Any, *how: Any
 ) -> Tensor:
-    """Run :func:`~.gated_mlp.gated_mlp` while Dynamo traces, or its ``linears``.
+    """Run :func:`~.gated_mlp.gated_mlp`, or the matmuls in ``linears``, while Dynamo traces.
 
-    ``how``: its other arguments, from ``offs`` on.
+    ``how``: the further arguments of ``gated_mlp``, from ``offs`` on.
     """
     if _announced:
         return _gated_mlp_whole(x, *weights, *biases, *how)
@@ -67,7 +67,7 @@ def linear_cross_entropy(
     chunk: int | None,
     recipe: Recipe | None,
 ) -> Tensor:
-    """Compute the loss outside of any graph; in it, from all logits, if not announced."""
+    """Compute the loss outside of any graph or, if not announced, from all logits in the graph."""
     if _announced or not is_dynamo_compiling():
         return _loss_apart(x, w, target, bias, loss, chunk, recipe)
     made = F.linear(x, w, bias) if isinstance(w, FP8Base) else linear(x, w, bias, recipe=recipe)

@@ -1,10 +1,11 @@
-"""The torch functions that multiply, above autograd: all lead to the FP8 linear.
+"""Override the torch functions that multiply, above autograd: all call the FP8 linear layer.
 
-``matmul(a, b)`` is ``linear(a, b.t())``, and ``a @ stack`` is ``grouped_linear(a, stack.mT,
-offs)``, since the transpose of an FP8 operand is a relabelling. A batched matmul has groups of one
-size. ``out=``, ``out_dtype=`` and matmuls that are added in place come down to the one that returns
-a new tensor. Functions without an FP8 path are refused. Arithmetic on the values of weights, as
-optimizers and merges of adapters compute it, runs in high precision (``tensor/arithmetic.py``).
+``matmul(a, b)`` is ``linear(a, b.t())``, and ``a @ stack`` is
+``grouped_linear(a, stack.mT, offs)``, since transposing an FP8 operand only swaps labels. A batched
+matmul has groups of one size. Matmuls with ``out=``, ``out_dtype=`` or in-place addition call the
+matmul that returns a new tensor. Functions without an FP8 path are refused. Arithmetic on the
+values of weights, for example in optimizers and merges of adapters, runs in high precision
+(``tensor/arithmetic.py``).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from ..tensor.weight import BlockwiseFP8Weight
 
 
 def _named(names: str) -> list[Any]:
-    """List torch's functions and the methods of tensors of these names; torch versions differ."""
+    """List torch's functions and tensor methods of these names that this version of torch has."""
     return [getattr(x, name) for x in (torch, Tensor) for name in names.split() if hasattr(x, name)]
 
 
@@ -33,18 +34,18 @@ _IN_PLACE = {
     getattr(Tensor, f"{name}_"): getattr(torch, name)
     for name in ("addmm", "baddbmm", "addbmm", "addmv")
 }
-"""Products that are added in place, and those that return the sum."""
+"""Matmuls that are added in place, and the functions that return the sum instead."""
 
 _ADDING = {*_IN_PLACE, *_named("addmm baddbmm addbmm addmv addr")}
-"""Products that are added to their first argument."""
+"""Matmuls that are added to their first argument."""
 
 
 def in_all_forms(func: Any, override: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the override of a product, with the options of ``func`` and its high precision case.
+    """Return the override of a matmul, with the options of ``func`` and arithmetic on weights.
 
     Args:
         func: a torch function.
-        override: takes its arguments but ``out`` and ``out_dtype``, and returns a new tensor.
+        override: takes all arguments except ``out`` and ``out_dtype``, and returns a new tensor.
     """
     is_adding, in_place_of = func in _ADDING, _IN_PLACE.get(func)
 
@@ -56,10 +57,10 @@ def in_all_forms(func: Any, override: Callable[..., Any]) -> Callable[..., Any]:
         factors = _factors(is_adding, args, kwargs)
         if is_arithmetic(factors):
             masters, named = torch.utils._pytree.tree_map(readable, (args, kwargs))
-            if in_place_of is not None:  # what is written to may be a weight
+            if in_place_of is not None:  # the output may be a weight
                 return args[0].copy_(in_place_of(*masters, **named))
             return func(*masters, **named)
-        if is_adding and not any(isinstance(x, FP8Base) for x in factors):  # added to a weight
+        if is_adding and not any(isinstance(x, FP8Base) for x in factors):  # the sum is a weight
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         return override(*args, **kwargs)
@@ -68,7 +69,7 @@ def in_all_forms(func: Any, override: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _factors(is_adding: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Return the factors of a product, without the term it is added to (a LoRA's base)."""
+    """Return the factors of a matmul, without the added term (such as the base of a LoRA)."""
     if is_adding:
         args, kwargs = args[1:], {name: x for name, x in kwargs.items() if name != "input"}
     lists = [x if isinstance(x, (list, tuple)) else (x,) for x in (*args, *kwargs.values())]
@@ -79,8 +80,8 @@ def _into(func: Any, args: tuple[Any, ...], *, out: Tensor, **kwargs: Any) -> Te
     """Compute ``func(..., out=out)``.
 
     Raises:
-        RuntimeError: with gradients, as torch.
-        ValueError: another dtype, or another shape unless ``out`` is empty.
+        RuntimeError: gradients are recorded, as in torch.
+        ValueError: ``out`` has another dtype, or another shape and is not empty.
     """
     made: Tensor = func(*args, **kwargs)
     call = f"{getattr(func, '__name__', func)}(..., out=...)"
@@ -100,7 +101,7 @@ def _into(func: Any, args: tuple[Any, ...], *, out: Tensor, **kwargs: Any) -> Te
 
 
 def _in_dtype(func: Any, args: tuple[Any, ...], *, out_dtype: torch.dtype, **kwargs: Any) -> Tensor:
-    """Compute ``func(..., out_dtype=out_dtype)``: operands of that dtype have the same casts."""
+    """Compute ``func(..., out_dtype=out_dtype)``: operands of this dtype have the same casts."""
     checks.gemm_output(out_dtype)
 
     def converted(x: Any) -> Any:
@@ -119,7 +120,7 @@ def _added_in_place(func: Any) -> Callable[..., Tensor]:
 
 
 def plus(product: Tensor, term: Tensor, beta: Any, alpha: Any) -> Tensor:
-    """Return ``beta * term + alpha * product``; a ``beta`` of 0 ignores nan and inf in ``term``."""
+    """Return ``beta * term + alpha * product``; ``beta=0`` ignores nan and inf in ``term``."""
     term = term.nan_to_num(0, 0, 0) if beta == 0 else term
     return product.mul(alpha).add(term, alpha=beta)
 
@@ -142,7 +143,7 @@ def grouped_mm(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Run ``torch._grouped_mm``, to which ``F.grouped_mm`` comes down."""
+    """Run ``torch._grouped_mm``, which ``F.grouped_mm`` calls."""
     if input.ndim != 2 or not is_stack(mat2):
         raise NotImplementedError(
             f"grouped_mm of {_described(input)} by {_described(mat2)} has no FP8 path: the left "
@@ -201,7 +202,7 @@ def _bmm(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
 
 def _refuse(a: Tensor, b: Tensor) -> NoReturn:
     raise NotImplementedError(
-        f"a batched product of {_described(a)} by {_described(b)} has no FP8 path: one operand "
+        f"a batched matmul of {_described(a)} by {_described(b)} has no FP8 path: one operand "
         f"must be a stack of FP8 experts [E, K, N], the other a batch [E, T, K] in high precision; "
         f"call .dequantize(), or .high_precision() of a BlockwiseFP8Weight, to compute in high "
         f"precision"
@@ -213,8 +214,8 @@ def _described(x: Tensor) -> str:
 
 
 TRANSFORMERS_FALLBACK = "transformers.grouped_mm_fallback"
-"""The op by which transformers multiplies experts where it does not call torch's; by its name,
-since the op exists only once that library is imported."""
+"""The op by which transformers multiplies experts if it does not call torch's. It goes by its name,
+since it exists only after an import of transformers."""
 
 
 def _matmul_override(input: Tensor, other: Tensor, **_: None) -> Tensor:
@@ -290,4 +291,4 @@ PRODUCTS: dict[Any, Callable[..., Any]] = {
     torch._grouped_mm: grouped_mm,
     TRANSFORMERS_FALLBACK: grouped_mm_fallback,
 }
-"""Torch functions that multiply, of all FP8 types."""
+"""The torch functions that multiply, for all FP8 types."""

@@ -1,9 +1,9 @@
-"""The torch functions that the FP8 types override, above autograd.
+"""Collect the torch functions that the FP8 types override, above autograd.
 
-``matmul_functions.py`` has those that multiply. All others reach ``tensor/aten/``, below
-autograd. ``torch.autograd.grad`` and ``backward`` with FP8 inputs are overridden because a backward
-may run forwards again (activation checkpointing), which need these overrides: torch would switch
-them off for as long as such a call runs.
+``matmul_functions.py`` has the functions that multiply. Functions without an override reach
+``tensor/aten/``, below autograd. ``torch.autograd.grad`` and ``backward`` with FP8 inputs are
+overridden because torch would switch off all overrides while such a call runs, but activation
+checkpointing needs them to run forwards again.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _linear_cross_entropy(
     options: Any = None,
     **how: Any,
 ) -> Tensor:
-    if options is not None:  # torch's own chunks would run in high precision
+    if options is not None:  # the chunks of torch's own function would run in high precision
         raise NotImplementedError(
             "F.linear_cross_entropy of an FP8 weight in chunks (options=): pass options=None, or "
             "call blocktensor.functional.linear_cross_entropy(x, w, target, bias)"
@@ -51,7 +51,7 @@ def _linear_cross_entropy(
 
 
 def _get_data(tensor: Tensor) -> Tensor:
-    # detach() shares the version counter, which .data does not: writes through it are noticed
+    # detach() shares the version counter, unlike .data: writes through it are noticed
     return tensor.detach()
 
 
@@ -77,7 +77,7 @@ def _set_data(tensor: Tensor, new: Tensor) -> None:
 
 
 def _share_memory(tensor: BlockwiseFP8Tensor | BlockwiseFP8Weight) -> Tensor:
-    # torch's own would look for the storage of the wrapper, which has none
+    # torch's own function would read the storage of the wrapper, which has none
     with torch._C.DisableTorchFunctionSubclass():
         for name in tensor.__tensor_flatten__()[0]:
             getattr(tensor, name).share_memory_()
@@ -85,12 +85,12 @@ def _share_memory(tensor: BlockwiseFP8Tensor | BlockwiseFP8Weight) -> Tensor:
 
 
 def _of_values(name: str) -> Callable[..., Any]:
-    """Return ``Tensor.name`` of a master; torch itself would read a wrapper's memory."""
+    """Call ``Tensor.name`` on the master; torch itself would read the wrapper's memory."""
 
     def run(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         if isinstance(tensor, BlockwiseFP8Weight):
             return getattr(tensor.high_precision(), name)(*args, **kwargs)
-        if isinstance(tensor, MasterBase):  # a rank's rows
+        if isinstance(tensor, MasterBase):  # the rows of a rank
             return getattr(tensor.master, name)(*args, **kwargs)
         raise NotImplementedError(
             f"a {type(tensor).__name__} has no {name}(), since it holds no high-precision values: "
@@ -102,14 +102,14 @@ def _of_values(name: str) -> Callable[..., Any]:
 
 def _grad(outputs: Any, inputs: Any, *, materialize_grads: bool = False, **how: Any) -> Any:
     made = _on_edges(torch.autograd.grad, outputs, inputs, **how)
-    if not materialize_grads:  # torch makes no zeros for edges, which have no shape
+    if not materialize_grads:  # torch cannot create zeros for edges, which have no shape
         return made
     zeros = functools.partial(torch.zeros_like, requires_grad=how["create_graph"])
     return tuple(zeros(x) if grad is None else grad for x, grad in zip(inputs, made, strict=True))
 
 
 def _edge(x: Any) -> Any:
-    """Return the edge of the graph that leads to an FP8 tensor; return anything else unchanged."""
+    """Return the graph edge of an FP8 tensor; return anything else unchanged."""
     if not isinstance(x, FP8Base) or not x.requires_grad or is_dynamo_compiling():
         return x
     with torch._C.DisableTorchFunctionSubclass():
@@ -117,9 +117,9 @@ def _edge(x: Any) -> Any:
 
 
 def _on_edges(run: Callable[..., Any], outputs: Any, inputs: Any = None, **how: Any) -> Any:
-    """Call ``run`` with edges in place of FP8 tensors, so that torch leaves overrides on."""
+    """Call ``run`` with graph edges in place of FP8 tensors, so that torch keeps overrides on."""
     outputs, inputs = tree_map(_edge, (outputs, inputs))
-    # An FP8 tensor without a gradient is left, which torch refuses; all are while a compiler traces
+    # An FP8 tensor without a gradient stays, which torch refuses; so do all while a compiler traces
     left = any(isinstance(x, FP8Base) for x in tree_leaves((outputs, inputs)))
     with torch._C.DisableTorchFunctionSubclass() if left else nullcontext():
         return run(outputs, inputs=inputs, **how)
@@ -139,7 +139,7 @@ OVERRIDES: dict[Any, Callable[..., Any]] = {
     torch.autograd.backward: functools.partial(_on_edges, torch.autograd.backward),
     Tensor.backward: lambda x, gradient, **how: torch.autograd.backward(x, gradient, **how),
 }
-"""Torch functions of all FP8 types."""
+"""The overridden torch functions, for all FP8 types."""
 
 if hasattr(F, "linear_cross_entropy"):  # from torch 2.13 on
     OVERRIDES[F.linear_cross_entropy] = _linear_cross_entropy

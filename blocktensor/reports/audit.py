@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..model.names import is_module
+from ..model.names import check_module
 from ..model.running_module import MODEL, ModuleTracker, Place
 from ..model.weights import casts_itself, is_fully_sharded
 from ..ops.checks import HIGH_PRECISION
@@ -42,30 +42,30 @@ from .audit_weights import BUFFER, FP8_WEIGHT, Part, WeightMemory
 def audit(model: nn.Module, /, *args: Any, **kwargs: Any) -> AuditReport:
     """Run one forward and backward, and report every matmul with its precision.
 
-    The backward is that of ``output.loss``, if there is one, else of the sum of all floating-point
-    outputs; none runs under ``torch.no_grad()`` or where nothing requires a gradient. For another
-    loss use :func:`audit_step`.
+    The backward starts from ``output.loss``, if there is one, else from the sum of all
+    floating-point outputs. It does not run under ``torch.no_grad()`` or if nothing requires a
+    gradient. For another loss use :func:`audit_step`.
 
-    The report marks a matmul that should have been FP8 and was not: it reads the master of an FP8
+    The report marks matmuls that should have been FP8 and were not: they read the master of an FP8
     weight, a view of it, what an op computed from it, or the dequantized bytes. For each other
     matmul with a weight in high precision it says what would convert the weight. In a test of your
     model, call :meth:`AuditReport.assert_fp8 <blocktensor.reports.AuditReport.assert_fp8>`.
 
-    The run computes the bits that it computes outside of an audit, and the model is left as it was,
-    also if the run raises: gradients, FP8 forms, buffers, training mode, torch's random numbers.
-    Hooks on parameters do not run. Regions under ``torch.compile`` run in eager
-    mode. In a process group, every rank must call it; the report is that of the calling rank. Under
-    FSDP2, call it between steps, not while gradients are accumulated without reduction. Weight
-    gradients that ``Recipe(wgrad_input="high_precision")`` asks for are labelled, not marked.
+    The run computes the same bits as without an audit. Afterwards, also if it raises, the model is
+    as before: gradients, FP8 forms, buffers, training mode, torch's random numbers. Hooks on
+    parameters do not run. Regions under ``torch.compile`` run in eager mode. In a process group,
+    every rank must call it; each gets a report of its own matmuls. Under FSDP2, call it between
+    steps, not while gradients are accumulated without reduction. Weight gradients that
+    ``Recipe(wgrad_input="high_precision")`` asks for are labelled, not marked.
 
     Args:
         model: any module, converted or not.
-        args, kwargs: of its forward. None of them is an option of ``audit``.
+        args, kwargs: arguments of its forward. ``audit`` has no options.
 
     Returns:
         The report; ``print(report)`` shows it as a table.
     """
-    is_module(model, "audit")
+    check_module(model, "audit")
     args, kwargs = tree_map_only(Tensor, _detached, (args, kwargs))
 
     def step() -> None:
@@ -80,11 +80,11 @@ def audit_step(model: nn.Module, step: Callable[[], object]) -> AuditReport:
     """Audit whatever ``step()`` runs: any loss, several forwards and backwards.
 
     Args:
-        model: the modules that matmuls are attributed to, and that are left as they were.
-        step: is called once. It may run any forward and backward, but no optimizer: what it writes
-            to parameters stays.
+        model: the module whose matmuls are reported, and that is left as before.
+        step: a function that is called once. It may run any forward and backward, but no optimizer:
+            writes to parameters are not undone.
     """
-    is_module(model, "audit_step")
+    check_module(model, "audit_step")
     tracker, weights = ModuleTracker(model), WeightMemory(model)
     with left_as_it_is(model), tracker, _Products(tracker, weights) as products:
         step()
@@ -96,11 +96,11 @@ def audit_step(model: nn.Module, step: Callable[[], object]) -> AuditReport:
 
 
 _GATHERS: Any = torch.ops._c10d_functional.all_gather_into_tensor_coalesced.default
-"""By which tensor parallel linears gather; DTensor and FSDP2 have other ops."""
+"""The ops by which tensor parallel linear layers gather; DTensor and FSDP2 use other ops."""
 
 
 class _Products(TorchDispatchMode):
-    """Make an entry for every matmul that runs."""
+    """A dispatch mode that makes an entry for every matmul."""
 
     supports_higher_order_operators = True  # flex attention is one
 
@@ -108,8 +108,8 @@ class _Products(TorchDispatchMode):
         super().__init__()
         self.entries: list[AuditedProduct] = []
         self._tracker, self._weights = tracker, weights
-        self._recorded_by: dict[int, AuditedProduct] = {}  # an autograd node, by its number
-        self._columnwise = WeakTensorKeyDictionary()  # columnwise data of gradients
+        self._recorded_by: dict[int, AuditedProduct] = {}  # by the number of an autograd node
+        self._columnwise = WeakTensorKeyDictionary()  # the columnwise data of gradients
         self.hidden: dict[HiddenProducts, None] = {}
         self._sent: dict[str, None] = {}  # modules whose tokens travel in high precision
 
@@ -123,7 +123,7 @@ class _Products(TorchDispatchMode):
             self._weights.meet(args, kwargs)
             return NotImplemented
         if isinstance(func, torch._ops.OpOverload):
-            with self:  # inference mode leaves to us what is made of other ops
+            with self:  # under inference mode composite ops arrive here whole
                 out = func.decompose(*args, **kwargs)
             if out is not NotImplemented:
                 return out
@@ -133,13 +133,13 @@ class _Products(TorchDispatchMode):
         for cast in columnwise_data(func, args, out):
             self._columnwise[cast] = True
         if product is None and any(x in self._columnwise for x in _tensors(args)):
-            for x in _tensors(out):  # a view of bytes, or what was gathered of them
+            for x in _tensors(out):  # a view of the bytes, or gathered bytes
                 if x.element_size() == 1:
                     self._columnwise[x] = True
         if product is not None:
             self._add(product, place, (factors(func, args), kwargs))
         elif func is _GATHERS and any(x.dtype in HIGH_PRECISION for x in args[0]):
-            self._sent[place.module] = None  # tokens as they came, not bytes
+            self._sent[place.module] = None  # tokens in high precision, not bytes
         elif hides_products(func):
             self._module_at(place)
             read = self._weights.read((args, kwargs))
@@ -150,7 +150,7 @@ class _Products(TorchDispatchMode):
         return out
 
     def _module_at(self, place: Place) -> nn.Module | None:
-        """Return the module that runs, and learn where its parameters are now."""
+        """Return the module that runs, and remember the memory of its parameters."""
         module = self._tracker.module_of(place.module)
         if module is not None:
             self._weights.enter(module, "" if place.module == MODEL else place.module)
@@ -175,11 +175,11 @@ class _Products(TorchDispatchMode):
         else:
             kind, forward = "backward", self._recorded_by.get(place.node)
             if forward is not None and forward.precision != FP8:
-                # the gradient of the weight does not read the weight
+                # wgrad does not read the weight
                 reason, is_attention = reason or forward.reason, forward.attention
                 weight, note = weight or forward.weight, forward.note
             elif forward is not None and not reason and self._weights.reads_high_precision:
-                kind, note = "wgrad", BY_RECIPE  # nothing else in an FP8 linear's backward is
+                kind, note = "wgrad", BY_RECIPE  # nothing else in an FP8 linear layer's backward is
             elif forward is not None and not reason:
                 reason = "is a gradient of a matmul in FP8"
         entry = AuditedProduct(
@@ -199,14 +199,14 @@ class _Products(TorchDispatchMode):
         self.entries.append(entry)
 
     def entries_with(self, remedies: Mapping[str, str]) -> Iterator[AuditedProduct]:
-        """Return the entries; those in high precision say why their weight is."""
+        """Return the entries; those in high precision with the reason for their weight."""
         for entry in self.entries:
             why = "" if entry.reason or entry.note else remedies.get(entry.weight, "")
             yield replace(entry, remedy=why) if why else entry
 
     def notes(self) -> list[str]:
-        """Return a note for each op that runs matmuls without an entry."""
-        notes = [f"may run products that are not shown: {op}" for op in self.hidden]
+        """Return a note for each op that may run matmuls without an entry."""
+        notes = [f"may run matmuls that are not shown: {op}" for op in self.hidden]
         if self._sent:
             notes.append(
                 f"tokens travel in high precision for weight gradients, those of a rank being no "
@@ -227,7 +227,7 @@ def _why_not_fp8(module: nn.Module | None, read: Part | None) -> str:
 
 
 def _detached(x: Tensor) -> Tensor:
-    """Return ``x`` without its history, so that a backward ends there."""
+    """Return ``x`` detached from its graph, so that a backward ends there."""
     return x.detach().requires_grad_() if x.requires_grad else x
 
 
@@ -252,14 +252,14 @@ def _tensors(output: Any) -> Iterator[Tensor]:
 
 @contextmanager
 def left_as_it_is(model: nn.Module) -> Iterator[None]:
-    """Restore, at the end, what a forward and a backward change in ``model``.
+    """Restore, at the end, everything that a forward and a backward change in ``model``.
 
-    That is gradients, the FP8 forms that weights hold, buffers, training mode, and torch's random
-    numbers. Hooks on parameters do not run. DDP does not reduce gradients;
-    FSDP2 does, and frees them. Its weights are sharded at the end.
+    These are gradients, the FP8 forms that weights hold, buffers, training mode, and torch's random
+    state. Hooks on parameters do not run. DDP does not reduce gradients; FSDP2 does, and frees
+    them. Its weights are sharded at the end.
     """
     with ExitStack() as stack:
-        # named, since torch warns where there are several
+        # listed, since torch warns about several GPUs otherwise
         devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
         stack.enter_context(torch.random.fork_rng(devices))
         stack.enter_context(_sharded(model))
@@ -275,21 +275,21 @@ def left_as_it_is(model: nn.Module) -> Iterator[None]:
             if isinstance(fp8, BlockwiseFP8Weight):
                 _restore_later(stack, fp8, "cache")
                 fp8.cache = FP8Cache(fp8.cache.master, fp8.cache.recipe)
-            elif isinstance(fp8, BlockwiseFP8Tensor):  # may come to keep a columnwise form
+            elif isinstance(fp8, BlockwiseFP8Tensor):  # the run may add a columnwise form
                 _restore_later(stack, fp8, "columnwise_data", "columnwise_scale")
-        # casts of weights, which would be used again without their graphs
+        # autocast's casts of weights, which would be used again without their graphs
         stack.callback(torch.clear_autocast_cache)
         yield
 
 
 def _restore_later(stack: ExitStack, owner: object, *names: str) -> None:
-    """Give attributes their present values again when ``stack`` ends."""
+    """Restore the present values of attributes when ``stack`` ends."""
     for name in names:
         stack.callback(setattr, owner, name, getattr(owner, name))
 
 
 def _set_aside_gradient(stack: ExitStack, parameter: nn.Parameter) -> None:
-    """Give a parameter no gradient and no hooks until ``stack`` ends."""
+    """Remove the gradient and the hooks of a parameter until ``stack`` ends."""
     _restore_later(stack, parameter, "grad")
     parameter.grad = None
     for hooks in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks):
@@ -305,7 +305,7 @@ def _restore_buffers(
     module._buffers.update(buffers)
     for name, old in values.items():
         buffer: Any = buffers[name]
-        # a write would invalidate graphs that were made before
+        # without a change, do not write: a write would invalidate earlier graphs
         if not (old.is_meta or torch.equal(buffer, old)):
             with torch.no_grad():
                 buffer.copy_(old)
@@ -313,7 +313,7 @@ def _restore_buffers(
 
 @contextmanager
 def _sharded(model: nn.Module) -> Iterator[None]:
-    """Free what FSDP2 has gathered, before and after: a root keeps it by default."""
+    """Free what FSDP2 has gathered, before and after: a root would keep it."""
     modules: list[Any] = [x for x in model.modules() if is_fully_sharded(type(x))]
 
     def reshard() -> None:
@@ -325,7 +325,7 @@ def _sharded(model: nn.Module) -> Iterator[None]:
         yield
     except BaseException:
         for module in modules:
-            # raised by all but roots; by roots that have not run, and before torch 2.13
+            # all but roots raise; so do roots that have not run, and torch before 2.13
             with suppress(RuntimeError, AttributeError):
                 module.reset_iter_state()
         raise
@@ -334,12 +334,12 @@ def _sharded(model: nn.Module) -> Iterator[None]:
 
 
 def _asks_for_shapes(types: Iterable[type]) -> bool:
-    """Return True for an op on fake tensors, as DTensor runs: nothing is computed."""
+    """Return True for an op on fake tensors, which DTensor runs to find shapes."""
     return any(issubclass(kind, FakeTensor) for kind in types)
 
 
 def _has_own_rules(types: Iterable[Any]) -> bool:
-    """Return True for an op on subclasses, whose own rules run ops on plain tensors."""
+    """Return True for an op on tensor subclasses, which run it as ops on plain tensors."""
     return any(kind.__torch_dispatch__ is not _NO_RULES for kind in types)
 
 

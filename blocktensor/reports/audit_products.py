@@ -21,8 +21,8 @@ class Product(NamedTuple):
     """The matmul that an op computes; see :class:`~.audit_report.AuditedProduct`.
 
     Attributes:
-        is_wgrad: the op computes nothing but gradients of weights.
-        is_attention: the op is one of attention.
+        is_wgrad: the op computes only weight gradients.
+        is_attention: the op computes attention.
         is_batched: it multiplies a stack of matrices by another.
     """
 
@@ -51,20 +51,20 @@ _LEFT_OPERAND = {
         if hasattr(aten, name)  # torch versions differ
     },
 }
-"""Matmuls of ``[..., M, K]`` by ``[..., K, N]``: the position of the left operand."""
+"""The position of the left operand in matmuls of ``[..., M, K]`` by ``[..., K, N]``."""
 
 _COLUMNWISE = {
     ours.quantize_both: (2,),
     ours.quantize_columnwise: (0,),
 }
-"""Casts of gradients: the places of columnwise data in the result. Groups have a wgrad op."""
+"""The places of columnwise data in the results of casts. Casts in groups have a wgrad op."""
 
 _PRODUCERS = {ours.gated: 3, ours.gated_backward: 4, ours.joint_gated_backward: 3}
-"""Ops that cast what they compute: the place of the rowwise format's name; columnwise is next."""
+"""The place of the rowwise format's name in arguments of producers; columnwise is next."""
 
 _ATTENTION = {
     *(packet for packet in flop_registry if "attention" in str(packet)),
-    # which torch has no FLOP formula for
+    # torch has no FLOP formula for these
     *(
         getattr(aten, f"_scaled_dot_product_{kind}{direction}")
         for kind in ("flash_attention_for_cpu", "fused_attention_overrideable")
@@ -83,7 +83,7 @@ _HIDE_PRODUCTS = {
     aten._native_multi_head_attention,
     aten._transformer_encoder_layer_fwd,
 }
-"""Ops whose matmuls no dispatch mode sees."""
+"""Ops with matmuls that no dispatch mode sees."""
 
 _WITHOUT_PRODUCTS = {
     "aten",
@@ -101,7 +101,7 @@ _WITHOUT_PRODUCTS = {
     "streams",
     "debugprims",
 }
-"""Namespaces whose matmuls are all known here."""
+"""Namespaces of ops whose matmuls are all known here."""
 
 _SHORT = {
     torch.bfloat16: "bf16",
@@ -117,7 +117,7 @@ def packet_of(func: Any) -> Any:
 
 
 def product_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Product | None:
-    """Return the matmul that ``func(*args, **kwargs)`` computed, with result ``out``, if any."""
+    """Return the matmul that ``func(*args, **kwargs)`` computed with result ``out``, if any."""
     packet = packet_of(func)
     left = _LEFT_OPERAND.get(packet)
     if left is not None:
@@ -191,7 +191,7 @@ def _of_matrices(packet: Any, left: int, args: Sequence[Any], out: Any) -> Produ
 def _of_attention(packet: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Product:
     name = str(packet)
     is_backward = "backward" in name
-    # backward ops take the output's gradient first, but for flex attention's
+    # backward ops take the output's gradient first, except for flex attention
     first = int(is_backward and "flex" not in name)
     q, k, v = args[first : first + 3]
     queries, keys = list(q.shape), list(k.shape)
@@ -203,7 +203,7 @@ def _of_attention(packet: Any, args: Sequence[Any], kwargs: dict[str, Any], out:
     if q.ndim == 3:  # sequences of several lengths, one by one
         flops = flop_registry[packet](*args, **kwargs, out_val=out)
     else:
-        # scores and scores by values; in the backward scores again, and four gradients
+        # scores, and scores by values; in the backward scores again, and four gradients
         sizes = 3 * size + 2 * v.shape[-1] if is_backward else size + v.shape[-1]
         flops = 2 * batch * length * n * sizes
     return Product(batch, length, n, size, _precision(packet, q), flops, is_attention=True)

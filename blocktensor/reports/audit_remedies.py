@@ -11,9 +11,9 @@ from ..model.weights import Matrix, matrices_of
 
 
 def remedies(model: nn.Module) -> dict[str, str]:
-    """Return the reasons and remedies by the names of parameters; of weights in FP8 none.
+    """Return reasons and remedies by the names of parameters that are not in FP8.
 
-    A parameter has the first reason of all modules that hold it: a linear layer's before others.
+    A parameter that several modules hold gets the first reason, preferably of a linear layer.
     """
     matrices = matrices_of(model, {})
     decide(matrices, Choices(None, None, {}, True, heads_of(model), False))
@@ -39,4 +39,4 @@ def _remedy(matrix: Matrix, matrices: list[Matrix], model: nn.Module) -> str:
         return f"{why.removesuffix(' (skip_small)')}: convert(model, skip_small=False)"
     if kind == "lm head":
         return f"{why}: convert(model, convert_head=True)"
-    return f"{why}: hold it in an nn.Linear" if kind == "not the weight of a linear" else why
+    return f"{why}: hold it in an nn.Linear" if kind == "not the weight of a linear layer" else why

@@ -11,7 +11,7 @@ from ..model.names import check_patterns, matching
 from ..text_table import Report, Table, collapse, pattern
 
 FP8 = "FP8"
-"""The precision of matmuls by this library's ops."""
+"""The name of the precision of this library's matmuls."""
 
 BY_RECIPE = "in high precision by recipe"
 """The note on weight gradients with ``Recipe(wgrad_input="high_precision")``."""
@@ -21,7 +21,7 @@ OUTER_PRODUCT = "outer product"
 
 Name = TypeVar("Name")
 
-_NAMED = 4  # the most groups that the totals name for one precision
+_NAMED = 4  # the most groups that the totals list for one precision
 
 
 @dataclass(frozen=True)
@@ -34,15 +34,15 @@ class AuditedProduct:
         kind: ``fprop``, ``dgrad`` or ``wgrad`` in FP8, else ``forward`` or ``backward``.
         batch, m, n, k: its shape. Of attention: batch times heads, queries, keys, size of a head.
         precision: ``FP8``, or the dtype of its operands: ``bf16``, ``fp16``, ``fp32``, ...
-        flops: 2 per multiplication and addition; masks of attention save none.
-        attention: it is attention, or a batched matmul of two activations.
-        recomputed: activation checkpointing ran it again in the backward.
+        flops: 2 per multiplication and addition; attention counts without masks.
+        attention: True for attention, and for a batched matmul of two activations.
+        recomputed: True if activation checkpointing ran it again in the backward.
         reason: why it should have been FP8; empty if it is, or if nothing says that it should.
         note: why it is meant to be in high precision: ``Recipe(wgrad_input="high_precision")`` asks
             for it, or it is an outer product (K = 1) that reads no parameter. Else empty.
-        weight: in high precision, the name of the parameter or buffer that it reads; in the
-            backward, that its forward reads. Empty if it reads none.
-        remedy: why that parameter is not in FP8, and what would convert it; or empty.
+        weight: in high precision, the name of the parameter or buffer that it or, in the backward,
+            its forward reads; else empty.
+        remedy: why that parameter is not in FP8, and how to convert it; or empty.
     """
 
     module: str
@@ -66,7 +66,7 @@ class HiddenProducts(NamedTuple):
 
     Attributes:
         op: its name.
-        module: that called it.
+        module: the module that called it.
         weight: name of a parameter of two dimensions or more that it reads; or empty.
     """
 
@@ -85,7 +85,7 @@ class AuditReport(Report):
     Attributes:
         entries: every matmul, in the order in which they ran.
         notes: facts that the table does not show, such as ops that hide their matmuls.
-        hidden: these ops.
+        hidden: the ops that may run unseen matmuls.
     """
 
     entries: tuple[AuditedProduct, ...]
@@ -114,8 +114,8 @@ class AuditReport(Report):
         precision.
 
         Args:
-            except_for: names of modules that may run in high precision with all modules below them,
-                by shell-style patterns as ``skip`` of :func:`blocktensor.convert` takes them, e.g.
+            except_for: modules that may run in high precision with all modules below them:
+                shell-style patterns of names, as in ``skip`` of :func:`blocktensor.convert`, e.g.
                 ``["lm_head", "*.router"]``. ``"(model)"`` is outside of any submodule.
 
         Raises:
@@ -145,7 +145,7 @@ class AuditReport(Report):
 
     def _parts(self) -> list[Table | str]:
         if not self.entries:
-            return ["no matrix product ran", *self.notes]
+            return ["no matmul ran", *self.notes]
         parts: list[Table | str] = [self._table(), self._totals()]
         if self.marked:
             share = sum(e.flops for e in self.marked) / max(self.flops, 1)

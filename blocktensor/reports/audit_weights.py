@@ -1,4 +1,4 @@
-"""Know the memory of weights in a run: their own, and what ops have made of weights alone."""
+"""Track the memory of weights in a run, and of results that depend on weights alone."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _SELECT: set[Any] = {
     aten._unsafe_index,
     aten.take,
 }
-"""Ops that select of their first operand: rows of a matrix are activations, matrices of a stack
-are weights."""
+"""Ops that select parts of their first operand: rows of a matrix are activations, matrices of a
+stack are weights."""
 
 BUFFER, PARAMETER, FP8_WEIGHT = range(3)
-"""What the memory of a weight belongs to; of two kinds the larger one counts."""
+"""Kinds of weights, in ascending order: of several kinds in one memory, the highest counts."""
 
 
 class Part(NamedTuple):
@@ -39,9 +39,9 @@ class Part(NamedTuple):
 
     Attributes:
         kind: :data:`BUFFER`, :data:`PARAMETER` or :data:`FP8_WEIGHT`.
-        name: of the parameter or buffer.
-        what: what they are of it: its values, or the op that computed them from it.
-        storage: kept so that no other storage is found at its address.
+        name: the name of the parameter or buffer.
+        what: its values, or the op that computed the bytes from it.
+        storage: the storage, kept alive so that its address is not reused.
     """
 
     start: int
@@ -56,8 +56,7 @@ class WeightMemory:
     """The memory of a model's weights, and of all that is computed from weights alone.
 
     Attributes:
-        reads_high_precision: an FP8 weight that was met asks for weight gradients in high
-            precision.
+        reads_high_precision: True if the recipe of a weight asks for wgrad in high precision.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -70,7 +69,7 @@ class WeightMemory:
             self._hold(buffer, BUFFER, without_wrappers(name))
 
     def meet(self, *operands: Any) -> None:
-        """Remember the FP8 weights among the operands of an op; not all are parameters."""
+        """Remember FP8 weights among the operands of an op, which may not be parameters."""
         for x in tree_leaves(operands):
             self._meet(x, "an FP8 weight")
 
@@ -84,8 +83,8 @@ class WeightMemory:
     def follow(self, func: Any, operands: Any, out: Any) -> None:
         """Remember ``out`` if the op computed it from weights alone.
 
-        Numbers do not count as operands. Matmuls are not followed: with learned queries, what they
-        compute from weights are activations.
+        Numbers do not count as operands. Results of matmuls are not followed: learned queries times
+        weights are activations.
         """
         packet = getattr(func, "overloadpacket", None)
         read = [x for x in tree_leaves(operands) if isinstance(x, Tensor) and x.numel() != 1]
@@ -101,15 +100,15 @@ class WeightMemory:
                 self._remember(x, of.kind, of.name, str(packet))
 
     def read(self, operands: Any) -> Part | None:
-        """Return the weight that a matmul reads: an FP8 weight, or else a parameter, or a buffer.
+        """Return the weight that a matmul reads: an FP8 weight, else a parameter, else a buffer.
 
-        Of two, the right operand: the left one may be learned queries.
+        Of two weights of one kind, it is the right operand: the left one may be learned queries.
         """
         parts = [part for x in tree_leaves(operands) if (part := self.part(x, 2)) is not None]
         return max(reversed(parts), key=lambda part: part.kind, default=None)
 
     def part(self, x: Any, dims: int = 0) -> Part | None:
-        """Return the weight whose memory overlaps with ``x``, of ``dims`` dimensions or more."""
+        """Return the weight of at least ``dims`` dimensions whose memory overlaps with ``x``."""
         if not isinstance(x, Tensor) or x.layout is not torch.strided or x.ndim < dims:
             return None
         start, end = _extent(x)
@@ -144,7 +143,7 @@ class WeightMemory:
 
 
 def _extent(x: Tensor) -> tuple[int, int]:
-    """Return the first byte of its storage that ``x`` may read, and the first that it does not."""
+    """Return the first byte of its storage that ``x`` may read, and the byte after the last."""
     start, size = int(x.storage_offset()), x.element_size()
     last = sum(int(n - 1) * int(stride) for n, stride in zip(x.shape, x.stride(), strict=True))
     return start * size, (start + last + 1) * size if x.numel() else start * size

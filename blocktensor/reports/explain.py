@@ -1,4 +1,4 @@
-"""Explain which backend each matmul of a model runs on, and why; and what FP8 gains."""
+"""Explain which backend runs each matmul of a model, and why; predict what FP8 gains."""
 
 from __future__ import annotations
 
@@ -38,12 +38,13 @@ Shape = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Product:
-    """One GEMM of one layer: ``[M, N]`` output, contraction K.
+    """One GEMM of one layer, with output ``[M, N]`` and contraction K.
 
     Attributes:
-        groups: number of groups of tokens, one for each expert of a stack; else 1. Only the device
-            knows their sizes. The fprop has M rows for all of them, the wgrad contracts K.
-        us: predicted microseconds, of a linear layer on an H100 or H200 with the fast path.
+        groups: the number of groups of tokens, one for each expert of a stack; else 1. Only the
+            device knows their sizes. fprop has M rows in all groups together, and wgrad contracts
+            all K.
+        us: predicted microseconds, for linear layers on an H100 or H200 with the fast path.
     """
 
     layer: str
@@ -69,9 +70,9 @@ class Explanation(Report):
 
     Attributes:
         products: every GEMM of every layer.
-        fast_path: says if the fast kernels run on the GPU, or why not; None without a GPU.
-        layers: predicted times of linear layers, where those of their products are. Casts are
-            counted for each layer, as without ``fuse`` and ``share_inputs``.
+        fast_path: whether the fast kernels run on the GPU, and why not; None without a GPU.
+        layers: predicted times of linear layers whose matmuls have predictions. Casts count for
+            each layer, as without ``fuse`` and ``share_inputs``.
     """
 
     products: tuple[Product, ...]
@@ -80,7 +81,7 @@ class Explanation(Report):
 
     @property
     def backends(self) -> tuple[str, ...]:
-        """Names of the backends in use, sorted."""
+        """The sorted names of the backends in use."""
         return tuple(sorted({p.backend for p in self.products}))
 
     def _parts(self) -> list[Table | str]:
@@ -122,13 +123,12 @@ def explain(
 
     Args:
         model_or_shapes: a converted model, or linear layers as (M tokens, N out, K in).
-        tokens: rows of the input (batch x sequence) for a model. Experts get as many for each
-            expert that the router picks for a token, as ``num_experts_per_tok`` of the module's
-            config says; where there is none, one is assumed.
+        tokens: rows of the input (batch x sequence) for a model. A stack of experts gets ``tokens``
+            times ``num_experts_per_tok`` of the module's config, or times 1 without this setting.
         dtype: dtype of activations and their gradients. Weight gradients have the weight's dtype;
             for shapes, this one.
-        device: for shapes; default CUDA if available, else CPU. For a model too, ``"H100"`` or
-            ``"H200"``: as on that card.
+        device: for shapes; default CUDA if available, else CPU. ``"H100"`` or ``"H200"``, also for
+            a model: explain as on this card.
         recipe: for shapes; a model's weights have theirs.
 
     Raises:
@@ -153,10 +153,10 @@ def explain(
         for name, module in model_or_shapes.named_modules():
             for key in fp8_weights(module):
                 weight: Any = module._parameters[key]
-                fp8 = fp8_part(weight)  # a shard's sizes are not those of the weight
+                fp8 = fp8_part(weight)  # a shard has other sizes than the weight
                 kinds = ("fprop", "dgrad", "wgrad") if weight.requires_grad else ("fprop", "dgrad")
                 casts = fp8.recipe
-                # ranks that share a stack or a tensor parallel linear each multiply by a part
+                # ranks that share a stack or a tensor parallel linear layer each multiply by a part
                 part = fp8 if is_parallel(module) else local_stack(weight)
                 multiplied = weight if part is None else part
                 sizes = sizes_of(module, key, multiplied)
@@ -220,7 +220,7 @@ def _times_of(
     dtypes: tuple[torch.dtype, torch.dtype],
     where: torch.device | Card,
 ) -> list[LayerTime]:
-    """Return the predicted times of one layer; none if those of a product are unknown."""
+    """Return the predicted times of one layer; none if a matmul has no prediction."""
     matmuls = [product.us for product in products if product.us is not None]
     if len(matmuls) < len(products):
         return []
@@ -243,7 +243,7 @@ def _products(
 ) -> list[Product]:
     """Return the matmuls with a weight, or a stack.
 
-    ``dtypes``: of activations and the weight. ``is_kn``: experts are ``[E, K, N]``.
+    ``dtypes``: the dtypes of activations and of the weight. ``is_kn``: experts are ``[E, K, N]``.
     """
     (m, n, k), (dtype, weight_dtype) = shape, dtypes
     rows, squares = recipe.activation_format, recipe.weight_format
@@ -307,7 +307,7 @@ def _chosen(
 
 
 def _predicted_for(where: torch.device | Card) -> Card | None:
-    """Return the card that predictions are for; None for other devices."""
+    """Return the card whose predictions apply; None for other devices."""
     if isinstance(where, Card):
         return where
     is_hopper = where.type == "cuda" and capability(where) == HOPPER

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..model.names import is_module
+from ..model.names import check_module
 from ..model.running_module import ModuleTracker
 from ..model.weights import fp8_weights, label_of
 from ..ops import reference
@@ -32,10 +32,10 @@ from ..tensor.base import MasterBase
 from ..text_table import Report, Table
 
 Figures = dict[tuple[str, str], Tensor]
-"""Sums and counts by layer and operand, as :func:`_health` reads them."""
+"""Sums and counts by layer and operand, from which :func:`_health` computes figures."""
 
 _ROWS = 256
-"""Most rows of a tensor that are measured, at equal distances."""
+"""The most rows of a tensor that are measured, at equal distances."""
 
 _CASTS = [
     OPS[name]
@@ -49,10 +49,10 @@ class Health(NamedTuple):
 
     Attributes:
         sqnr: signal to quantization noise in dB; 31 to 32 for normally distributed values.
-        flushed: share of the values other than 0 that become 0.
-        saturated: share of them that become the largest number, 448, as the maximum of every block
-            does: 1.3% of normally distributed values in 1x128 blocks.
-        amax_min, amax_max: the smallest and the largest maximum of a block, zeros left out.
+        flushed: share of the nonzero values that become 0.
+        saturated: share of the nonzero values that become the largest number, 448; the maximum of
+            every block does. 1.3% for normally distributed values in 1x128 blocks.
+        amax_min, amax_max: the smallest and the largest amax of a block, without zeros.
         nonfinite: values that are NaN or Inf.
     """
 
@@ -65,10 +65,10 @@ class Health(NamedTuple):
 
 
 class Monitor(Report):
-    """Measure every n-th step of a training loop; see :func:`monitor`.
+    """A context that measures every n-th step of a training loop; see :func:`monitor`.
 
     Attributes:
-        every: how many steps lie between measured ones.
+        every: every how many steps one is measured.
         step: the number of steps so far.
     """
 
@@ -76,7 +76,7 @@ class Monitor(Report):
         self.every, self.step = every, 0
         self._model = model
         self._stack: ExitStack | None = None
-        self._found: Figures | None = None  # of the step that is running
+        self._found: Figures | None = None  # figures of the step that is running
         self._measured: dict[int, tuple[list[tuple[str, str]], Tensor]] = {}
 
     def __enter__(self) -> Monitor:
@@ -109,7 +109,7 @@ class Monitor(Report):
             self.step += 1
 
     def health(self) -> dict[int, dict[str, dict[str, Health]]]:
-        """Return the figures of measured steps: by step, layer, and ``"x"``, ``"w"`` or ``"g"``.
+        """Return the figures of measured steps by step, layer, and ``"x"``, ``"w"`` or ``"g"``.
 
         Waits for the GPU.
         """
@@ -197,7 +197,7 @@ def monitor(model: nn.Module, every: int = 100) -> Monitor:
         TypeError: ``model`` is no module.
         ValueError: ``every`` is less than 1.
     """
-    is_module(model, "monitor")
+    check_module(model, "monitor")
     given: Any = every
     if not isinstance(given, int) or given < 1:
         raise ValueError(f"every={every!r}: expected a number of steps, at least 1")
@@ -210,7 +210,7 @@ class _Casts:
     def __init__(self, tracker: ModuleTracker, found: Figures) -> None:
         self._tracker, self._found = tracker, found
         self._latest: tuple[Any, ...] = None, None, None
-        self._gradient: Any = lambda: None  # of logits, which a loss writes in the forward
+        self._gradient: Any = lambda: None  # of logits: a loss casts it in the forward
 
     def __call__(self, op: Any, args: tuple[Any, ...]) -> None:
         """Measure what an op is about to cast, if it is one of the casts."""
@@ -226,10 +226,10 @@ class _Casts:
             self._found[key] = _joined(self._found[key], made) if key in self._found else made
 
     def _measured(self, x: Tensor, format: BlockFormat) -> Tensor:
-        """Return the figures of ``x``, which several linears may cast one after the other."""
+        """Return the figures of ``x``; several linear layers in turn may cast it."""
         like = x.data_ptr(), x.shape, x.stride(), x.is_inference() or x._version, format
         if like != self._latest[0]:
-            self._latest = like, x, _figures(x, format)  # x: its memory is not used again
+            self._latest = like, x, _figures(x, format)  # keep x, so that its memory is not reused
         made: Tensor = self._latest[2]
         return made
 
@@ -247,12 +247,12 @@ def _weights(model: nn.Module) -> Figures:
 
 @torch.no_grad()
 def _figures(x: Tensor, format: BlockFormat) -> Tensor:
-    """Return figures of a sample of ``x``, in fp64, as :func:`_health` reads them."""
+    """Return sums and counts of a sample of ``x``, in fp64, for :func:`_health`."""
     sample = _sample(x.detach(), format)
     cast = quantize_rowwise(sample, format)
     values = sample.float()
     errors = dequantize(cast, torch.float32) - values
-    measured = errors.isfinite()  # not the block of a value that is not finite
+    measured = errors.isfinite()  # without blocks that hold values which are not finite
     values, errors = values.where(measured, 0), errors.where(measured, 0)
     made = cast.data.float().where(measured, 0)
     nonzero, kept = values.count_nonzero(), made.count_nonzero()
@@ -273,7 +273,7 @@ def _joined(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _in_one(found: Figures) -> tuple[list[tuple[str, str]], Tensor]:
-    """Return all figures of a step in one tensor: small ones would pin the memory around them."""
+    """Return all figures of a step in one tensor: many small ones would fragment memory."""
     rows = [*found.values()]
     return [*found], torch.stack([x.to(rows[0].device) for x in rows]) if rows else torch.empty(0)
 

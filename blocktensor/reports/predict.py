@@ -1,8 +1,8 @@
 """Predict how long a linear layer takes on an H100 or H200, forward + backward, in FP8 and in bf16.
 
-Predictions of FP8 GEMMs are those that the choice of tiles is made by (``gemm/hopper/tiles.py``).
-Casts and bf16 matmuls have rates, fitted to ``benchmarks/results/linear.json`` and ``small.json``:
-ratios of FP8 to bf16 are within 10% of those in ``python -m benchmarks linear``.
+Predictions of FP8 GEMMs are the same as for the choice of tiles (``gemm/hopper/tiles.py``). Casts
+and bf16 matmuls have rates, fitted to ``benchmarks/results/linear.json`` and ``small.json``: ratios
+of FP8 to bf16 are within 10% of the measurements of ``python -m benchmarks linear``.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from ..ops.devices import Card
 from ..recipe import Recipe
 
 HOST_US = {"bf16": 150.0, "fp8": 225.0}
-"""Microseconds of the host for a linear layer, forward + backward, in eager mode; hosts differ
-threefold (``python -m benchmarks host``, H200, 2026-11-23)."""
+"""Host microseconds for a linear layer, forward + backward, in eager mode; hosts differ by a factor
+of three (``python -m benchmarks host``, H200, 2026-11-23)."""
 
 
 class Rates(NamedTuple):
-    """Speeds of a card: FLOPs of bf16 matmuls and bytes of casts, in a microsecond."""
+    """Speeds of a card: FLOPs of bf16 matmuls and bytes of casts per microsecond."""
 
     flops: float
     bytes: float
@@ -61,8 +61,8 @@ def casts_us(
 ) -> float:
     """Return microseconds of all casts of a linear layer ``(M tokens, N out, K in)``.
 
-    ``kinds``: of its matmuls; a layer without wgrad is frozen, and its weight cast already.
-    ``dtypes``: of activations and of the weight.
+    ``kinds``: the kinds of its matmuls; a layer without wgrad is frozen, so that its weight is cast
+    already. ``dtypes``: the dtypes of activations and of the weight.
     """
     (m, n, k), (of_x, of_w) = shape, dtypes
     trains = "wgrad" in kinds
@@ -85,10 +85,10 @@ def speedups(layers: Sequence[LayerTime]) -> tuple[float, float]:
 
 
 def tokens_to_gain(n: int, k: int, host: Mapping[str, float], card: Card) -> int:
-    """Return from how many tokens on an ``[N, K]`` layer is faster in FP8 in eager mode.
+    """Return the number of tokens from which an ``[N, K]`` layer is faster in FP8 in eager mode.
 
-    ``host``: microseconds of the host by dtype, as :data:`HOST_US`. That is where bf16 takes the
-    GPU as long as FP8 takes the host, in steps of 256.
+    ``host``: host microseconds by dtype, like :data:`HOST_US`. It is the multiple of 256 at which
+    the GPU time of bf16 reaches the host time of FP8.
     """
     us = max(host["fp8"], host["bf16"]) - 3 * _MATMUL_US
     tokens = us * RATES[card.name].flops / (6 * n * k)

@@ -1,4 +1,4 @@
-"""Where the ranks' parts of a DTensor are in the whole, whoever cut it."""
+"""Find where the parts of a DTensor on all ranks lie in the whole, whoever cut it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .fsdp.shards import FrozenShard
 
 
 class Piece(NamedTuple):
-    """A run of indices along one dimension: where it is in the whole, and in the local part."""
+    """A run of indices along one dimension: its place in the whole, and in the local part."""
 
     start: int
     local: int
@@ -27,21 +27,21 @@ class Piece(NamedTuple):
 
 
 class Region(NamedTuple):
-    """A part of a weight that lies in one piece in the whole, by a :class:`Piece` a dimension."""
+    """A contiguous part of a weight: one :class:`Piece` for each dimension."""
 
     pieces: tuple[Piece, ...]
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """Where it is in the whole."""
+        """The index of the region in the whole."""
         return tuple(slice(p.start, p.start + p.size) for p in self.pieces)
 
     def of(self, local: Tensor) -> Tensor:
-        """Return the view of it in the local part."""
+        """Return the region as a view of the local part."""
         return local[tuple(slice(p.local, p.local + p.size) for p in self.pieces)]
 
     def blocks(self, format: BlockFormat) -> tuple[slice, ...]:
-        """Return where its blocks are in the scales of the whole."""
+        """Return the index of its blocks in the scales of the whole."""
         edges = (1,) * (len(self.pieces) - 2) + format.block_shape
         return tuple(
             slice(p.start // block, ceil_div(p.start + p.size, block))
@@ -49,13 +49,13 @@ class Region(NamedTuple):
         )
 
     def offsets(self, format: BlockFormat) -> tuple[int, int]:
-        """Return how many rows and columns into its first block it begins."""
+        """Return the rows and columns between the start of its first block and its own start."""
         rows, cols = self.pieces[-2:]
         return rows.start % format.rows, cols.start % format.cols
 
 
 class Held(NamedTuple):
-    """The part of a DTensor that a rank holds; it has several regions if it is parts of halves."""
+    """The part of a DTensor that a rank holds; several regions if halves are cut separately."""
 
     shape: tuple[int, ...]
     regions: list[Region]
@@ -70,7 +70,7 @@ def held_by_ranks(x: Any) -> list[Held]:
     def parts(placement: Any, dim: int) -> int:
         if placement.is_replicate() or placement.dim % x.ndim != dim:
             return 0
-        # how many parts there are of which each is cut between ranks
+        # the number of parts that are cut between ranks separately
         return int(getattr(placement, "split_factor", 1))
 
     along = [
@@ -87,7 +87,7 @@ def held_by_ranks(x: Any) -> list[Held]:
 
 
 def held(x: Any) -> Held:
-    """Return what this rank holds of a tensor: all of a plain one."""
+    """Return the part of a tensor that this rank holds; a plain tensor is held whole."""
     if own_part(x) is x:
         return Held(tuple(x.shape), [Region(tuple(Piece(0, 0, size) for size in x.shape))])
     mesh = x.device_mesh
@@ -96,7 +96,7 @@ def held(x: Any) -> Held:
 
 
 def ranks_at(mesh: Any, coordinate: Sequence[int | slice]) -> list[int]:
-    """Return the places of ranks in the order of the mesh; a slice: all along that dimension."""
+    """Return the numbers of ranks of the mesh at an index; a slice selects a whole dimension."""
     places = torch.arange(mesh.size(), device="cpu").view(mesh.shape)
     return places[tuple(coordinate)].reshape(-1).tolist()
 
@@ -106,7 +106,7 @@ def _pieces(size: int, cuts: tuple[tuple[int, int], ...]) -> list[list[Piece]]:
     """Return what each rank holds of ``size`` indices, in the mesh's order of ranks.
 
     ``cuts``: for each dimension of the mesh its size, and the number of parts that it cuts; 0 if
-    its ranks hold the same.
+    its ranks hold equal values.
     """
     held = [torch.arange(size, device="cpu")]  # whatever the default device is
     for ranks, parts in cuts:
@@ -121,7 +121,7 @@ def _pieces(size: int, cuts: tuple[tuple[int, int], ...]) -> list[list[Piece]]:
 
 
 def _chunks(x: Tensor, count: int) -> list[Tensor]:
-    """Cut a vector as DTensor does: the last chunks are shorter, or empty."""
+    """Cut a vector as DTensor does: the last chunks may be shorter or empty."""
     step = ceil_div(len(x), count)
     return [x[i * step : (i + 1) * step] for i in range(count)]
 
@@ -135,7 +135,7 @@ def _runs(indices: Sequence[int]) -> Iterator[Piece]:
 
 
 def frozen_like(x: Any, data: Tensor, scale: Tensor, recipe: Recipe) -> Tensor:
-    """Return a frozen weight in the place of ``x``, of parts as :func:`frozen_parts` cuts them."""
+    """Return a frozen weight to replace ``x``, built from parts as in :func:`frozen_parts`."""
     part, rows, scales = map(own_part, (x, data, scale))
     if isinstance(part, FrozenShard):
         return with_local(x, FrozenShard(rows, scales, recipe, x.dtype))
@@ -146,9 +146,10 @@ def frozen_like(x: Any, data: Tensor, scale: Tensor, recipe: Recipe) -> Tensor:
 
 
 def frozen_parts(x: Any) -> tuple[Tensor, Tensor]:
-    """Return bytes and scales of a frozen weight, plain tensors that share its memory.
+    """Return the bytes and scales of a frozen weight, as plain tensors that share its memory.
 
-    Of a DTensor they are DTensors. A shard of FSDP2 has the scales of all that its group shards.
+    For a DTensor they are DTensors. A shard of FSDP2 has the scales of everything that its group
+    shards.
     """
     part = own_part(x)
     if isinstance(part, FrozenShard):
@@ -162,7 +163,7 @@ def frozen_parts(x: Any) -> tuple[Tensor, Tensor]:
     from torch.distributed.tensor import Replicate
 
     cuts, shape = x.placements, BLOCKS_128X128.scale_shape(x.shape)
-    # the first ones are of FSDP, which does not cut scales
+    # the first placements are FSDP's, which does not cut scales
     for whole in range(len(cuts) if isinstance(part, FrozenShard) else 0, -1, -1):
         scales = cut_as(x, scale, (*(Replicate(),) * whole, *cuts[whole:]), shape)
         if held(scales).shape == scale.shape:

@@ -1,4 +1,4 @@
-"""DTensors with FP8 parts: access to them (nothing else reads ``_local_tensor``), their cuts."""
+"""Access DTensors with FP8 parts (only this file reads ``_local_tensor``), and check their cuts."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ def local_of(x: Any) -> Tensor | None:
 
 
 def own_part(x: Any) -> Tensor:
-    """Return what this rank holds: the local part of a DTensor, or a plain tensor itself."""
+    """Return the local part of a DTensor, or a plain tensor itself."""
     local = local_of(x)
     return x if local is None else local
 
 
 def refuse_descending(mesh: Any) -> None:
-    """Refuse a ``DeviceMesh`` whose places are not those of the parts that its ranks hold.
+    """Refuse a ``DeviceMesh`` whose ranks are not in ascending order.
 
-    torch sorts the ranks of a group, and FSDP2 and DTensor cut by the place in the group.
+    torch sorts the ranks of a group, and FSDP2 and DTensor cut by the position in the group.
 
     Raises:
-        NotImplementedError: its ranks descend along a dimension.
+        NotImplementedError: the ranks of the mesh descend along a dimension.
     """
     if any(bool((mesh.mesh.diff(dim=i) < 0).any()) for i in range(mesh.ndim)):
         raise NotImplementedError(
@@ -61,8 +61,8 @@ def cut_as(
 
     Args:
         x: a DTensor, whose shape is the default.
-        local: of any dtype, perhaps on another device than the mesh.
-        placements, shape: of the whole.
+        local: a tensor of any dtype, maybe on another device than the mesh.
+        placements, shape: of the whole; default: as of ``x``.
     """
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -78,7 +78,7 @@ def cut_as(
 def parallel_kind(module: nn.Module) -> str | None:
     """Return ``"colwise"`` or ``"rowwise"`` for a linear layer with one of our styles, else None.
 
-    Dynamo traces this. It needs no import of the styles, nor of DTensor.
+    Dynamo traces this function. It does not import the styles, or DTensor.
     """
     kind: str | None = getattr(module, "_parallel_kind", None)
     return kind
@@ -90,7 +90,7 @@ def is_parallel(module: nn.Module) -> bool:
 
 
 def as_if_cut(local: Tensor) -> Tensor:
-    """Return a DTensor with this local part, on a mesh over which nothing can be sent."""
+    """Return a DTensor with this local part, on a mesh that cannot communicate."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Shard
 
@@ -102,16 +102,16 @@ def as_if_cut(local: Tensor) -> Tensor:
 def check_cuts(
     shape: Sequence[int], mesh: Any, placements: Sequence[Any], format: BlockFormat, what: str
 ) -> None:
-    """Check that no rank would get a part of a block, whose scale several ranks would share.
+    """Check that no block would be cut, so that ranks share no scale.
 
     Args:
-        shape: of the whole stack of experts, ``[E, N, K]`` or ``[E, K, N]``.
+        shape: the shape of the whole stack of experts, ``[E, N, K]`` or ``[E, K, N]``.
         mesh, placements: of the DTensor.
-        format: of the weight's casts.
+        format: the format of the weight's casts.
         what: names the stack in the error message.
 
     Raises:
-        NotImplementedError: a cut inside a block, or a placement that neither cuts nor copies.
+        NotImplementedError: a cut inside a block, or a placement other than a cut or a replica.
     """
     sizes = list(shape)
     for index, placement in enumerate(placements):
@@ -124,7 +124,7 @@ def check_cuts(
                 f"Replicate(), or leave the stack unconverted (skip=[...])"
             )
         dim = placement.dim % len(sizes)
-        pieces = getattr(placement, "split_factor", 1)  # of which a rank gets one part each
+        pieces = getattr(placement, "split_factor", 1)  # a rank gets one part of each
         part = ceil_div(ceil_div(sizes[dim], pieces), ranks)
         block = 1 if dim == 0 else format.block_shape[dim - 1]
         if part % block and part < sizes[dim]:

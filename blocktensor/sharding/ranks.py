@@ -1,6 +1,7 @@
-"""Ranks together: compare what they hold, share work, and fail all or none.
+"""Coordinate ranks: compare what they hold, share work, and fail together.
 
-A disagreement raises on every rank instead of hanging a collective; so does an exception on one.
+A disagreement raises on every rank instead of hanging a collective; so does an exception on one
+rank.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor
 from .dtensor import local_of, refuse_descending
 
 TIMEOUT = datetime.timedelta(seconds=30)
-"""Time to wait for each other rank that compares."""
+"""The time to wait for each other rank in a comparison."""
 
 _REMEDY = "convert and shard the same model on every rank, and run forward on all of them"
 
@@ -30,14 +31,14 @@ Result = TypeVar("Result")
 def agree(what: str, mine: Sequence[str], group: dist.ProcessGroup, remedy: str = _REMEDY) -> None:
     """Check that all ranks of ``group`` call this with the same lines, which describe ``what``.
 
-    The lines pass through the store of the default group: a collective could be matched with
-    another one that a disagreeing rank is running.
+    The lines go through the store of the default group: a collective could be matched with another
+    collective of a disagreeing rank.
 
     Raises:
         RuntimeError: on every rank, with the first line that differs, or the rank that is late.
     """
     ranks = dist.get_process_group_ranks(group)
-    # backend "fake" is for dry runs and has no other ranks
+    # the backend "fake" is for dry runs and has no other ranks
     if len(ranks) == 1 or dist.get_backend(group) == "fake":
         return
     store = dist.distributed_c10d._get_default_store()
@@ -60,7 +61,7 @@ def agree(what: str, mine: Sequence[str], group: dist.ProcessGroup, remedy: str 
     if other is None:
         return
     store.set(f"{key}/{me}/has read", "")
-    with contextlib.suppress(RuntimeError):  # the process of one of the ranks serves the store
+    with contextlib.suppress(RuntimeError):  # one rank serves the store: it must not exit first
         store.wait([f"{key}/{rank}/has read" for rank in ranks], TIMEOUT)
     pairs = itertools.zip_longest(mine, found[other], fillvalue="nothing")
     ours, theirs = next((a, b) for a, b in pairs if a != b)
@@ -73,12 +74,12 @@ class Ranks:
     """The ranks of a mesh, or the only process of a model that is not sharded.
 
     Attributes:
-        size: how many there are.
-        index: this one's place among them.
+        size: the number of ranks.
+        index: the position of this rank.
     """
 
     def __init__(self, mesh: Any = None) -> None:
-        """Take the ranks of ``mesh``, a ``DeviceMesh``."""
+        """Describe the ranks of ``mesh``, a ``DeviceMesh``."""
         self._mesh = mesh
         if mesh is not None:
             refuse_descending(mesh)
@@ -87,12 +88,12 @@ class Ranks:
 
     @classmethod
     def of(cls, tensors: Iterable[Tensor]) -> Ranks:
-        """Return the ranks of the largest mesh over which any of these tensors lies."""
+        """Return the ranks of the largest mesh among those of the tensors."""
         meshes: list[Any] = [x.device_mesh for x in tensors if local_of(x) is not None]  # type: ignore[attr-defined]
         return cls(max(meshes, key=lambda mesh: mesh.size(), default=None))
 
     def gathered(self, mine: Result) -> list[Result]:
-        """Return the value of every rank, in their order."""
+        """Return the values of all ranks, in the order of ranks."""
         found: list[Any] = [mine]
         for dim in reversed(range(0 if self._mesh is None else self._mesh.ndim)):
             group = self._mesh.get_group(dim)
@@ -102,9 +103,9 @@ class Ranks:
         return found
 
     def each(self, action: Callable[[], Result]) -> list[Result]:
-        """Run ``action`` on every rank; return all results, in their order.
+        """Run ``action`` on every rank; return all results, in the order of ranks.
 
-        An exception on one rank is raised on all of them.
+        An exception on one rank raises on all ranks.
         """
         made: Any = None
         try:

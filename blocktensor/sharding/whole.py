@@ -1,8 +1,8 @@
-"""Gather whole tensors, of which ranks hold parts: FP8 weights as e4m3 bytes.
+"""Gather whole tensors from the parts of ranks, FP8 weights as e4m3 bytes.
 
-It serves every DTensor, whoever cut it (FSDP2, tensor or expert parallelism, or several of them),
-with trainable and frozen local parts. What travels is one byte an element, and 4 bytes a block. A
-block may lie on several ranks: its scale is that of the whole block, as in a forward.
+It works for every DTensor, whoever cut it (FSDP2, tensor or expert parallelism, or several of
+them), with trainable and frozen local parts. Ranks send one byte for each element and 4 bytes for
+each block. A block may lie on several ranks; it has the scale of the whole block, as in a forward.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from .cuts import Region, frozen_parts, held, held_by_ranks, ranks_at
 from .dtensor import fp8_part, local_of, own_part
 
 _BATCH = 4
-"""Most bytes gathered at a time, in sizes of the largest weight, and in all: two batches, a
-Transformer layer each, take no more than a layer in bf16."""
+"""Most bytes in a batch, in multiples of the largest weight, and in all: two batches of one
+Transformer layer each take as much memory as a layer in bf16."""
 _BATCH_BYTES = 256 << 20
 
 _all_gather: Any = torch.ops._c10d_functional.all_gather_into_tensor
 
 _ALIGNMENT = 16
-"""Tensors begin at multiples of it in what a rank sends, to be viewed in their dtypes."""
+"""Alignment of tensors in the sent bytes, so that they can be viewed in their dtypes."""
 
 
 def format_of(x: FP8Base) -> BlockFormat:
-    """Return the format of the rowwise form of an FP8 weight, or of a part of one."""
+    """Return the format of the rowwise form of an FP8 weight or a part of one."""
     if isinstance(x, BlockwiseFP8Tensor):
         return x.rowwise_format
     format: BlockFormat = x.recipe.weight_format  # type: ignore[attr-defined]
@@ -43,7 +43,7 @@ def format_of(x: FP8Base) -> BlockFormat:
 
 
 def form_of(x: FP8Base) -> Quantized:
-    """Return the rowwise form of an FP8 weight that is no DTensor."""
+    """Return the rowwise form of an FP8 weight that is not a DTensor."""
     if isinstance(x, BlockwiseFP8Tensor):
         return x.rowwise()
     return quantize_rowwise(x.master.detach(), format_of(x))  # type: ignore[attr-defined]
@@ -52,16 +52,16 @@ def form_of(x: FP8Base) -> Quantized:
 def whole_tensors(
     tensors: Sequence[Any], check: Callable[[int, Tensor, BlockFormat], None]
 ) -> Iterator[Quantized | Tensor | None]:
-    """Yield whole tensors in turn: the forms of FP8 weights, and the values of other DTensors.
+    """Yield the whole forms of FP8 weights and the whole values of other DTensors, in order.
 
-    None for a tensor that is no DTensor. All ranks of the meshes must exhaust it, for the same
-    tensors in the same order; each gets all, on the mesh's device. The forms are the bytes that the
-    next forward multiplies by.
+    Other tensors give None. All ranks of the meshes must exhaust the iterator, with the same
+    tensors in the same order; each rank gets all, on the mesh's device. The forms have the bytes
+    that the next forward reads.
 
-    Scales of all sharded weights are made first, and given to ``check``: the index of the tensor,
-    and the scales on the CPU. Then tensors are gathered in batches of at most four times the bytes
-    of the largest weight and 256 MiB, or of one tensor; a batch is on its way while the one before
-    is in use.
+    First, the scales of all sharded weights are computed and passed to ``check``: the index of the
+    tensor, and the scales on the CPU. Then tensors are gathered in batches of one tensor, or of at
+    most four times the bytes of the largest weight and 256 MiB; each batch is gathered while the
+    previous one is in use.
     """
     layouts: dict[Any, _Layout] = {}
     items = [None if local_of(x) is None else _item(x, layouts) for x in tensors]
@@ -77,12 +77,12 @@ def whole_tensors(
 
 
 class _Layout:
-    """Describe how DTensors of one shape are shared between ranks.
+    """How DTensors of one shape are cut between ranks.
 
     Attributes:
-        device: the one that sends; FSDP may have moved parts to the CPU.
-        groups: of ranks, along each dimension of the mesh that cuts them.
-        mine: the part of this rank.
+        device: the device that sends; FSDP may have moved parts to the CPU.
+        groups: the groups of ranks along each dimension of the mesh that cuts them.
+        mine: this rank's part.
         ranks: the parts of all ranks along these dimensions, in the order in which they arrive.
     """
 
@@ -98,18 +98,18 @@ class _Layout:
 
 
 class _Item:
-    """A DTensor to gather; ``dtype``: of what is sent."""
+    """A DTensor to gather; ``dtype``: the dtype of the sent bytes."""
 
     def __init__(self, x: Any, layout: _Layout) -> None:
         self.x, self.layout = x, layout
         self.dtype: torch.dtype = x.dtype
 
     def part(self) -> Tensor:
-        """Return what this rank sends, in the shape of its local part."""
+        """Return the values that this rank sends, in the shape of its local part."""
         return local_of(self.x).detach().to(self.layout.device)  # type: ignore[union-attr]
 
     def whole(self, values: Tensor) -> Quantized | Tensor:
-        """Return what is yielded of it."""
+        """Return the result that is yielded for the DTensor, given the whole."""
         return values
 
 
@@ -117,10 +117,10 @@ class _Weight(_Item):
     """A sharded weight in FP8.
 
     Attributes:
-        held, format: its local part, and the format of that.
+        held, format: its local part, and the format of its casts.
         master: the local part in high precision; None if the weight is frozen.
-        amax: of each block; its scale if the weight is frozen.
-        scale, scale_on_cpu: of each block.
+        amax: the amax of each block; the scale if the weight is frozen.
+        scale, scale_on_cpu: the scale of each block.
     """
 
     amax: Tensor
@@ -133,7 +133,7 @@ class _Weight(_Item):
         self.master = held.master.detach() if isinstance(held, MasterBase) else None
 
     def fill(self, amax: Tensor) -> None:
-        """Enter what this rank knows of ``amax``."""
+        """Write this rank's share into ``amax``."""
         self.amax = amax
         if self.master is None:
             _, scale = frozen_parts(self.x)
@@ -172,7 +172,7 @@ class _Weight(_Item):
 
 
 def _item(x: Any, layouts: dict[Any, _Layout]) -> _Item:
-    """Return the item of a DTensor; DTensors that are cut alike share a layout."""
+    """Return the item of a DTensor; equal cuts share a layout."""
     key = id(x.device_mesh), x.placements, x.shape
     if key not in layouts:
         layouts[key] = _Layout(x)
@@ -181,7 +181,7 @@ def _item(x: Any, layouts: dict[Any, _Layout]) -> _Item:
 
 
 def _make_scales(weights: Sequence[_Weight]) -> None:
-    """Make the scales of all whole blocks, by one reduction for all weights that are alike."""
+    """Compute the scales of all whole blocks, by one reduction for all weights of one layout."""
     alike: dict[Any, list[_Weight]] = {}
     for weight in weights:
         key = weight.layout.device, weight.layout.groups, weight.format, weight.master is None
@@ -202,7 +202,7 @@ def _make_scales(weights: Sequence[_Weight]) -> None:
 
 
 def _gathered(items: Sequence[_Item], limit: int) -> Iterator[Quantized | Tensor]:
-    """Yield all items whole."""
+    """Yield the whole tensor of each item, batch by batch."""
     ahead: Callable[[], Iterator[Quantized | Tensor]] | None = None
     receive = None
     try:
@@ -219,7 +219,7 @@ def _gathered(items: Sequence[_Item], limit: int) -> Iterator[Quantized | Tensor
 
 
 def _batches(items: Sequence[_Item], limit: int) -> Iterator[list[_Item]]:
-    """Divide items into runs that are cut alike and have at most ``limit`` bytes, or one item."""
+    """Divide items into runs with equal cuts and at most ``limit`` bytes, or of one item."""
     batch: list[_Item] = []
     size = 0
     for item in items:
@@ -235,7 +235,7 @@ def _batches(items: Sequence[_Item], limit: int) -> Iterator[list[_Item]]:
 
 
 def _send(batch: Sequence[_Item]) -> Callable[[], Iterator[Quantized | Tensor]]:
-    """Begin to gather parts of any shapes; a rank sends those of all items, one after another."""
+    """Begin to gather parts of any shapes; a rank sends the parts of all items in one buffer."""
     layout = batch[0].layout
     ranks = range(len(layout.ranks))
     sizes = [[_padded_bytes(item, rank) for item in batch] for rank in ranks]
@@ -267,7 +267,7 @@ def _send(batch: Sequence[_Item]) -> Callable[[], Iterator[Quantized | Tensor]]:
 
 
 def _padded_bytes(item: _Item, rank: int) -> int:
-    """Return how many bytes a rank sends of an item, so that the next one can be viewed."""
+    """Return the bytes that a rank sends for an item, padded so that the next one is aligned."""
     size = math.prod(item.layout.ranks[rank].shape) * item.dtype.itemsize
     return ceil_div(size, _ALIGNMENT) * _ALIGNMENT
 

@@ -1,7 +1,7 @@
-"""Tell arithmetic on the values of weights from the matmuls of layers, which run in FP8.
+"""Distinguish arithmetic on the values of weights from matmuls of layers, which run in FP8.
 
-Optimizers, merges of adapters, initializations and callbacks multiply weights too: rotations,
-projections, norms. What they compute is written to weights, or read as a number. It is computed in
+Optimizers, merges of adapters, initializations and callbacks also multiply weights: rotations,
+projections, norms. Their results are written to weights, or read as numbers. They are computed in
 the precision of the masters.
 """
 
@@ -19,15 +19,15 @@ from .torch_internals.callers import layer_runs
 
 
 def is_arithmetic(factors: Sequence[Tensor]) -> bool:
-    """Return True if a product of these is arithmetic on values of weights, not part of a layer.
+    """Return True if a matmul of these is arithmetic on values of weights, not part of a layer.
 
     It is if
 
     - all FP8 factors have masters, and all others are plain;
     - autograd records nothing, or the weights are detached: peft merges the rotations of adapters,
       whose gradients are recorded, into ``weight.data``;
-    - no layer runs, or all factors are weights. Compilers are told of no layer: while one traces,
-      only products of weights alone are arithmetic.
+    - no layer runs, or all factors are weights. Compilers do not know if a layer runs: while one
+      traces, only matmuls of weights alone are arithmetic.
     """
     weights = [x for x in factors if isinstance(x, MasterBase)]
     if not weights or not all(type(x) in PLAIN or isinstance(x, MasterBase) for x in factors):
@@ -40,6 +40,6 @@ def is_arithmetic(factors: Sequence[Tensor]) -> bool:
 
 
 def _is_detached(weight: MasterBase) -> bool:
-    """Return True for no parameter, no view of one, and nothing that is computed from one."""
+    """Return True unless ``x`` is a parameter, a view of one, or computed from one."""
     whole = weight if weight._base is None else weight._base
     return not (weight.requires_grad or isinstance(whole, nn.Parameter))

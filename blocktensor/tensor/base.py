@@ -1,4 +1,4 @@
-"""The base of the FP8 types: overrides above autograd, and ops that act on masters."""
+"""Define the base of the FP8 types: overrides above autograd, and ops that act on masters."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .torch_internals.callers import address_as_a_name, caller
 TORCH_FUNCTIONS: dict[Any, Callable[..., Any]] = {}
 """Overrides above autograd for all FP8 types, from ``overrides/torch_functions.py``.
 
-An op of another library, which may not be imported yet, goes by its name.
+Ops of other libraries, which may not be imported yet, go by their names.
 """
 
 _OPS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
@@ -27,7 +27,7 @@ _GRAD: Any = Tensor.grad  # the descriptor
 
 
 def wrapper(kind: type, size: Sequence[int], **layout: Any) -> Any:
-    """Return a tensor without memory; functions in C that would read it raise."""
+    """Return a tensor without memory; C functions that would read it raise."""
     if patches.is_pending:
         patches.apply_for_fp8()
     made: Any = torch.Tensor._make_wrapper_subclass(kind, size, **layout)
@@ -39,14 +39,14 @@ class FP8Base(Tensor):
     """Base class of the FP8 types: overrides above autograd, and a table of ops below it."""
 
     _ops: ClassVar[Mapping[Any, Callable[..., Any]]] = {}
-    """Aten ops, which :func:`implements` enters; those of other libraries by name."""
+    """Implementations of aten ops, from :func:`implements`; ops of other libraries by name."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
 
     @classmethod
     def _wrapper_of(cls, inner: Tensor, dtype: torch.dtype) -> Any:
-        """Return a tensor of this class that is laid out as ``inner`` and shows ``dtype``."""
+        """Return a tensor of this class with the layout of ``inner`` and the dtype ``dtype``."""
         strides, offset = inner.stride(), inner.storage_offset()
         return wrapper(
             cls,
@@ -61,7 +61,7 @@ class FP8Base(Tensor):
         """Return the address of the master of a trainable weight.
 
         Raises:
-            NotImplementedError: the tensor is frozen, and has several addresses.
+            NotImplementedError: the tensor is frozen, and has several buffers.
         """
         name = address_as_a_name(self, caller())
         if name is not None:
@@ -72,9 +72,9 @@ class FP8Base(Tensor):
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Reduce as any tensor does, but for the device: that of the parts, as they are loaded.
+        """Reduce as other tensors do, except that the device is the device of the loaded parts.
 
-        Data is written as bytes: torch pickles e4m3, but cannot load it.
+        Data is pickled as bytes: torch pickles e4m3, but cannot load it.
         """
         rebuild, args = super().__reduce_ex__(protocol)
         if args[0] is not torch._utils._rebuild_wrapper_subclass:
@@ -89,13 +89,13 @@ class FP8Base(Tensor):
         torch._utils._set_obj_state(self, state)
 
     def element_size(self) -> int:
-        """Return the bytes an element takes: 1 of a frozen weight (``get_memory_footprint``)."""
+        """Return the bytes of an element: 1 for a frozen weight (``get_memory_footprint``)."""
         forms = getattr(self, "rowwise_data", None), getattr(self, "columnwise_data", None)
         sizes = [form.element_size() for form in forms if form is not None]
         return sum(sizes) if sizes else super().element_size()
 
-    # Optimizers read and reset it for every weight in every step: here it takes a quarter of the
-    # time that the way through __torch_function__ does.
+    # Optimizers read and reset it for every weight in every step: this takes a quarter of the time
+    # of __torch_function__.
     @property
     def grad(self) -> Tensor | None:
         """The gradient, as any tensor's."""
@@ -113,11 +113,11 @@ class FP8Base(Tensor):
         self.grad = None
 
     def __coerce_tangent_metadata__(self) -> Tensor:
-        """Return a plain tensor: AOTAutograd traces the gradient by it."""
+        """Return a plain tensor, with which AOTAutograd traces the gradient."""
         return plain_tangent(self)
 
     def _stable_hash_for_caching(self) -> str:
-        """Return the key of torch's compile cache: structure, layouts, our code; no values."""
+        """Return the key for torch's compile cache: structure, layouts and our code."""
         names, context = self.__tensor_flatten__()  # type: ignore[attr-defined]
         inner = [getattr(self, name) for name in names]
         layouts = [(x.shape, x.stride(), x.dtype, x.device) for x in inner]
@@ -150,7 +150,7 @@ class FP8Base(Tensor):
 
     @classmethod
     def _other_op(cls, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an op that is not in the table and not made of others."""
+        """Run an op that is not in the table and not composite."""
         refuse(func)
 
 
@@ -158,17 +158,17 @@ _E4M3 = torch.float8_e4m3fn
 
 
 def _viewed(state: dict[str, Any], names: Sequence[str], dtype: torch.dtype) -> dict[str, Any]:
-    """Return the attributes, with the bytes of some in another dtype."""
+    """Return the attributes, with some tensors viewed in another dtype."""
     return {**state, **{name: state[name].view(dtype) for name in names}}
 
 
 def rebuilt(about: tuple[Any, ...], state: dict[str, Any], e4m3: Sequence[str] = ()) -> Any:
-    """Return a tensor from a file: torch's function cannot ask a ``map_location`` for a device.
+    """Rebuild a tensor from a file: torch's function does not support ``map_location``.
 
     Args:
-        about: the arguments of ``torch._utils._rebuild_wrapper_subclass``.
-        state: the attributes.
-        e4m3: the names of those that are written as bytes.
+        about: arguments for ``torch._utils._rebuild_wrapper_subclass``.
+        state: the attributes of the tensor.
+        e4m3: the names of the attributes that are written as bytes.
     """
     kind, dtype, size, strides, offset, layout, device, requires_grad = about
     state = _viewed(state, e4m3, _E4M3)
@@ -190,7 +190,7 @@ def rebuilt(about: tuple[Any, ...], state: dict[str, Any], e4m3: Sequence[str] =
 
 
 class StraightThrough(torch.autograd.Function):
-    """High-precision values of an FP8 tensor, to which their gradient passes unchanged."""
+    """The high-precision values of an FP8 tensor; their gradient passes through unchanged."""
 
     @staticmethod
     def forward(ctx: Any, x: Any, dtype: torch.dtype | None, of_master: bool) -> Tensor:
@@ -210,18 +210,18 @@ class MasterBase(FP8Base):
     """True if the tensor shows the transpose of its master."""
 
     def data_ptr(self) -> int:
-        # Tensor.__deepcopy__ and __reduce_ex__ tell wrappers by a null pointer
+        # Tensor.__deepcopy__ and __reduce_ex__ recognize wrappers by a null pointer
         return 0 if caller().module == "torch._tensor" else self.master.data_ptr()
 
     def __coerce_same_metadata_as_tangent__(
         self, metadata: Any, expected_type: type | None = None
     ) -> Tensor | None:
-        """Return the master, where a compiled backward was traced with a plain gradient."""
+        """Return the master if a compiled backward was traced with a plain gradient."""
         return self.master if expected_type is Tensor else None
 
     @property
     def _counted(self) -> Tensor:
-        """The tensor whose version counter tells that the master has changed."""
+        """The tensor whose version counter counts changes of the master."""
         return self.master
 
     @property
@@ -234,14 +234,14 @@ class MasterBase(FP8Base):
 
 
 def readable(x: Any) -> Any:
-    """Return the master of a weight, to read it, or anything else unchanged."""
+    """Return the master of a weight, to be read only, or anything else unchanged."""
     return x._readable if isinstance(x, MasterBase) else x
 
 
 @functools.cache
 def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
     """Return positions and names of the arguments that an op writes to."""
-    # schemas of c10d ops name no writes
+    # schemas of c10d ops do not mark writes
     is_any = func.namespace == "c10d"
     return tuple(
         (i, x.name)
@@ -252,13 +252,13 @@ def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
 
 @functools.cache
 def _hands_out_memory(func: Any) -> bool:
-    """Return True if an op writes to an argument, or returns one or a view of one."""
+    """Return True if an op writes to an argument, or returns an argument or a view of one."""
     returns = func._schema.returns
     return bool(_written_arguments(func)) or any(x.alias_info is not None for x in returns)
 
 
 def on_master(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run ``func`` with masters in place of their wrappers; in-place ops advance versions."""
+    """Run ``func`` on masters instead of their wrappers; in-place ops advance version counters."""
     wrapped: dict[int, MasterBase] = {}
     arguments = [
         args[i] if i < len(args) else kwargs.get(name) for i, name in _written_arguments(func)
@@ -277,8 +277,8 @@ def on_master(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
     plain_args, plain_kwargs = torch.utils._pytree.tree_map(unwrap, (args, kwargs))
     out = func(*plain_args, **plain_kwargs)
-    # Below autograd an in-place op leaves the master's version alone, and an alias of the weight
-    # made by .data has a counter of its own: count here, where both are known.
+    # Below autograd an in-place op does not count in the master's version, and an alias made by
+    # .data has its own counter: count here, where both are known.
     for x in written:
         torch.autograd.graph.increment_version(x._counted)
     return torch.utils._pytree.tree_map(
@@ -298,16 +298,16 @@ def implements(table: dict[Any, Callable[..., Any]], *ops: Any) -> Callable[...,
 
 @functools.cache
 def is_composite(func: Any) -> bool:
-    """Return True for an op made of others, except under inference_mode, where it stays whole.
+    """Return True for a composite op, except under inference_mode, where it stays whole.
 
-    Its parts are to be run then (``func.decompose``), for which there are rules.
+    The caller then runs its parts (``func.decompose``), which have implementations.
     """
     has: bool = func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
     return has
 
 
 def view_of_its_kind(implementation: Callable[..., Any]) -> Callable[..., Any]:
-    """Give views the kind of their base: under inference_mode, a normal tensor's stay normal."""
+    """Make views of normal tensors normal, and views of inference tensors inference tensors."""
 
     @functools.wraps(implementation)
     def run(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -320,7 +320,7 @@ def view_of_its_kind(implementation: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def only_dtype(x: Tensor, kwargs: Mapping[str, Any]) -> torch.dtype | None:
-    """Return the other dtype that arguments of ``_to_copy`` ask for, if nothing else."""
+    """Return the new dtype if arguments of ``_to_copy`` change the dtype and nothing else."""
     dtype: torch.dtype | None = kwargs.get("dtype")
     as_it_is = {
         ("dtype", dtype),

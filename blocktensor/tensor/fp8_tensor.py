@@ -1,9 +1,9 @@
-"""BlockwiseFP8Tensor: a matrix in blockwise FP8, with up to two forms of its bytes.
+"""Define BlockwiseFP8Tensor: a matrix in blockwise FP8, with up to two forms of its bytes.
 
 A matrix ``x[M, K]`` has a *rowwise* form (data ``[M, K]`` contiguous, blocks along K) and a
 *columnwise* form (data ``[K, M]`` contiguous, blocks along M): FP8 tensor cores read operands
-contiguous along the contraction only. ``x.t()`` swaps the labels and moves no data, so that one
-rule serves every product: ``mm(a, b) = gemm(a.rowwise, b.columnwise)``.
+contiguous along the contraction only. ``x.t()`` swaps the two forms and moves no data, so that
+every matmul is ``mm(a, b) = gemm(a.rowwise, b.columnwise)``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .operand import Operand, form_of, operand_of
 from .refusals import refuse_one_tensor, refuse_rebuilding
 
 ATEN_OPS: dict[Any, Callable[..., Any]] = {}
-"""The ops of BlockwiseFP8Tensor below autograd, from ``tensor/aten``; all others are refused."""
+"""The ops of BlockwiseFP8Tensor below autograd, from ``tensor/aten``; other ops are refused."""
 
 _PREPARED = ("prepared_data", "prepared_scale", "prepared_runs")
 _INNER = (
@@ -48,23 +48,23 @@ def _prepared_part(index: int) -> property:
 
 @dataclass(eq=False)
 class Generation:
-    """Which values the bytes of a gathered weight are a cast of; shared by all its aliases.
+    """The version of the values in the bytes of a gathered weight; shared by all its aliases.
 
     Attributes:
-        version: differs after a change of the values that PyTorch counts; None if the bytes are
-            NaN, since the values were changed before a gather for a backward.
+        version: changes with every change of the values that PyTorch counts; None if the bytes are
+            NaN, since the values have changed before a gather for a backward.
     """
 
     version: int | None = None
 
     def read(self, since: int | None = None) -> int:
-        """Return the version, for a forward that reads the weight, or a backward.
+        """Return the version of the values that a forward or backward is about to read.
 
         Args:
-            since: of a backward, the version that its forward has read.
+            since: in a backward, the version that its forward has read.
 
         Raises:
-            RuntimeError: the values are others than those of the forward, or of no forward.
+            RuntimeError: the values have changed since the forward, or are not from a forward.
         """
         if since is None and self.version is None:
             raise RuntimeError(
@@ -83,27 +83,27 @@ class Generation:
 
 
 class BlockwiseFP8Tensor(FP8Base):
-    """A matrix (or a stack of weight matrices) held in blockwise FP8. Immutable but for ``copy_``.
+    """A matrix (or a stack of weight matrices) in blockwise FP8. Immutable except by ``copy_``.
 
     To autograd it looks like a tensor of ``dtype`` (bf16, fp16 or fp32); its bytes are e4m3.
-    Products keep it in FP8; anything it cannot do in FP8 raises and says ``.dequantize()``.
+    Matmuls read it in FP8; ops that cannot run in FP8 raise and point to ``.dequantize()``.
 
     Attributes:
         rowwise_data, rowwise_scale: ``[M, K]`` e4m3 and fp32 scales, or None.
-        columnwise_data, columnwise_scale: ``[K, M]`` e4m3 and fp32 scales, or None. Of an
+        columnwise_data, columnwise_scale: ``[K, M]`` e4m3 and fp32 scales, or None. For an
             activation M is rounded up to a multiple of 16, with zeros (``ops/scale_layouts.py``).
-        rowwise_format, columnwise_format: of either form, held or not. They differ for activations
-            that are cast with ``Recipe(wgrad_input="128x128")``.
-        source: what an activation was cast from, if its recipe computes weight gradients from it.
-        source_version: its address and version then; None if that is unknown.
+        rowwise_format, columnwise_format: the formats of both forms, held or not. They differ for
+            activations that are cast with ``Recipe(wgrad_input="128x128")``.
+        source: the tensor from which an activation was cast, if its recipe computes wgrad from it.
+        source_version: the address and version of ``source`` at the cast; None if unknown.
         recipe: the :class:`~blocktensor.Recipe` it was cast with.
-        generation: of a weight that FSDP2 has gathered; else None.
-        prepared: what tensor parallel linears find on an input that they share
+        generation: the :class:`Generation` of a weight that FSDP2 has gathered; else None.
+        prepared: the note for tensor parallel linear layers on an input that they share
             (``prepare_input.py``); else None. Compilers see its ``parts`` as inner tensors, and its
-            ``context``, which makes them whole, as a constant.
+            ``context`` as a constant.
 
-    A 1x128 tensor with leading dimensions ``[..., K]`` holds its bytes flattened to ``[M, K]``; a
-    128x128 tensor may be a stack ``[E, N, K]``.
+    A 1x128 tensor ``[..., K]`` holds its bytes flattened to ``[M, K]``; a 128x128 tensor may be a
+    stack ``[E, N, K]``.
     """
 
     rowwise_data: Tensor | None
@@ -140,14 +140,15 @@ class BlockwiseFP8Tensor(FP8Base):
         Args:
             rowwise, columnwise: the forms that exist; at least one.
             shape, strides: logical ones; for 1x128 blocks any ``[..., K]`` over the rows of data.
-            dtype: the high-precision dtype to show to autograd and to produce.
-            formats: of both forms; by default a form that does not exist has the other's.
+            dtype: the high-precision dtype that autograd sees and that ``dequantize`` returns.
+            formats: the formats of both forms; by default a missing form has the format of the
+                other.
             recipe, source: see the attributes.
-            requires_grad: given by frameworks that rebuild a parameter, ``rowwise`` then.
+            requires_grad: passed only by frameworks that rebuild a parameter ``rowwise``.
 
         Raises:
             ValueError: neither form is given.
-            NotImplementedError: a framework rebuilds the tensor of plain values.
+            NotImplementedError: a framework rebuilds the tensor from plain values.
         """
         if requires_grad is not None:
             if not isinstance(rowwise, BlockwiseFP8Tensor):
@@ -186,13 +187,13 @@ class BlockwiseFP8Tensor(FP8Base):
         dtype: torch.dtype = torch.bfloat16,
         recipe: Recipe = DEFAULT_RECIPE,
     ) -> BlockwiseFP8Tensor:
-        """Return a tensor of existing FP8 bytes and scales (value = data * scale).
+        """Return a tensor with existing FP8 bytes and scales (value = data * scale).
 
         Args:
             rowwise_data: e4m3 ``[M, K]``, or ``[E, N, K]`` with 128x128 blocks.
             rowwise_scale: fp32 ``[M, K/128]`` or ``[..., N/128, K/128]`` (rounded up).
             block_shape: ``(1, 128)`` or ``(128, 128)``.
-            dtype: the high-precision dtype it stands for.
+            dtype: the high-precision dtype that autograd sees.
 
         Raises:
             TypeError, ValueError: wrong dtypes, ranks, devices, or a scale of another shape.
@@ -220,7 +221,7 @@ class BlockwiseFP8Tensor(FP8Base):
         Args:
             x: bf16, fp16 or fp32: ``[..., K]`` for 1x128 blocks, ``[N, K]`` or ``[E, N, K]`` for
                 128x128 blocks; any strides.
-            blocks: their shape, with the scales of ``recipe``, or their format.
+            blocks: the shape of blocks, whose scales ``recipe`` chooses, or their format.
             rowwise, columnwise: which forms of 1x128 blocks to make (128x128: always rowwise).
 
         Raises:
@@ -247,15 +248,15 @@ class BlockwiseFP8Tensor(FP8Base):
 
     @property
     def format(self) -> BlockFormat:
-        """The format of its forms; of an activation with two formats, that of blocks of one row."""
+        """The format of its forms; if they have two, the format with blocks of one row."""
         row, col = self.rowwise_format, self.columnwise_format
         return row if row.rows <= col.rows else col
 
     def unchanged_source(self) -> Tensor:
-        """Return the tensor that it was cast from.
+        """Return the tensor from which this one was cast.
 
         Raises:
-            RuntimeError: that was changed in place since.
+            RuntimeError: that tensor was changed in place since.
         """
         assert self.source is not None
         if self.source_version is None:
@@ -284,15 +285,15 @@ class BlockwiseFP8Tensor(FP8Base):
         )
 
     def rowwise(self) -> Quantized:
-        """Return the rowwise form, derived by a byte transpose where 128x128 blocks lack it.
+        """Return the rowwise form; 128x128 blocks derive a missing one by a byte transpose.
 
         Raises:
-            ValueError: 1x128 blocks cast without it: a second rounding would be needed.
+            ValueError: 1x128 blocks without this form, which would need a second rounding.
         """
         return self.operand.need_rowwise(self.rowwise_format)
 
     def columnwise(self) -> Quantized:
-        """Return the columnwise form, derived by a byte transpose where 128x128 blocks lack it.
+        """Return the columnwise form; 128x128 blocks derive a missing one by a byte transpose.
 
         Raises:
             ValueError: as :meth:`rowwise`.
@@ -319,7 +320,7 @@ class BlockwiseFP8Tensor(FP8Base):
             assert col is not None
             rows = math.prod(lead) if self.format.rows == 1 else lead[-1]
             value = _first_columns(cast.dequantize(col, dtype), rows).transpose(-1, -2)
-        # a plain view could not be changed in place by the caller of an autograd function
+        # not a view, which callers of an autograd function could not change in place
         return torch.ops.aten._unsafe_view(value, self.shape)
 
     def relabel(
@@ -330,7 +331,7 @@ class BlockwiseFP8Tensor(FP8Base):
         transpose: bool = False,
         dtype: torch.dtype | None = None,
     ) -> BlockwiseFP8Tensor:
-        """Return the same bytes under another shape, orientation or dtype."""
+        """Return the same bytes with another shape, orientation or dtype."""
         operand, formats, source = self.operand, self.formats, self.source
         if transpose:
             operand, formats, source = operand.transposed(), formats[::-1], None
@@ -346,7 +347,7 @@ class BlockwiseFP8Tensor(FP8Base):
     def like(
         self, operand: Operand, shape: Sequence[int], strides: Sequence[int] | None, **others: Any
     ) -> BlockwiseFP8Tensor:
-        """Return other forms, with this tensor's formats, recipe and dtype by default."""
+        """Return a tensor of other forms; by default with the same formats, recipe and dtype."""
         known: dict[str, Any] = {"formats": self.formats, "recipe": self.recipe}
         known |= {"dtype": self.dtype, **others}
         return BlockwiseFP8Tensor(*operand, shape=shape, strides=strides, **known)
@@ -375,7 +376,7 @@ class BlockwiseFP8Tensor(FP8Base):
         return made
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # addresses and versions hold in the process that wrote them only
+        # addresses and versions are valid only in the process that wrote them
         super().__setstate__({**state, "source_version": None})
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

@@ -1,7 +1,7 @@
-"""``weight.to(dtype)``: products read the FP8 form of the weight, other ops a copy made late.
+"""Delay the copy of ``weight.to(dtype)``: matmuls read the weight's FP8 form, other ops the copy.
 
-Training code with fp32 masters calls ``F.linear(x, w.bfloat16())``. A copy in 16 bits would be
-written and read for nothing, and its cast to FP8 would round a second time.
+Training code with fp32 masters calls ``F.linear(x, w.bfloat16())``. A 16-bit copy would be written
+and read in vain, and its cast to FP8 would round a second time.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from ..ops.runtime.specialize import PLAIN
 from .weight_cache import FP8Cache
 
 Cut = Callable[[Tensor], Tensor]
-"""Takes a view of a master."""
+"""A function that takes a view of a master."""
 
 
 class LateCopy:
     """A weight's values in another dtype, in place of its cache.
 
-    It has the values of the moment at which it was asked for. They are copied when an op other than
-    a product reads them, and before a write through the weight. Products read the weight's FP8
-    form until either is written to, or the copy's memory is handed out, so that writes to it might
-    not be seen; from then on, they cast the copy.
+    It has the values at the time of ``weight.to``. They are copied when an op other than a matmul
+    reads them, and before a write through the weight. Matmuls read the weight's FP8 form until one
+    of both is written to, or until the copy's memory is handed out, so that writes to it might not
+    be seen; from then on, they cast the copy.
 
     Attributes:
         source: the cache of the weight.
-        dtype: of the copy.
+        dtype: the dtype of the copy.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class LateCopy:
         whole: LateCopy | None = None,
         cut: Cut | None = None,
     ) -> None:
-        """Copy ``source`` when asked to; ``whole``, ``cut``: of which copy it is a part."""
+        """Prepare a copy of ``source``, or the part that ``cut`` takes of the copy ``whole``."""
         self.source, self.dtype = source, dtype
         self._version = source.version()
         self._copy: Tensor | None = None
@@ -47,7 +47,7 @@ class LateCopy:
         self._whole, self._cut = whole, cut
         self._parts: dict[int, LateCopy] = {}
         if type(source.master) not in PLAIN:
-            self.values()  # in the graph that a compiler traces; it drops what nothing reads
+            self.values()  # in a traced graph; the compiler drops it if nothing reads it
         elif whole is None:
             source.remember(self)
 
@@ -58,7 +58,7 @@ class LateCopy:
         """Return the copy, for ops that only read it.
 
         Raises:
-            RuntimeError: the weight has changed, in a way that did not copy the values before.
+            RuntimeError: the weight has changed in a way that did not trigger the copy.
         """
         if self._copy is None:
             if self._whole is not None and self._cut is not None:
@@ -77,14 +77,14 @@ class LateCopy:
         return self._copy
 
     def own(self) -> FP8Cache:
-        """Return the cache of the copy, whose memory is handed out; products cast it from now."""
+        """Return the cache of the copy, whose memory is handed out; matmuls cast it from now on."""
         if self._own is None:
             counted = None if self._whole is None else self._whole.own().counted
             self._own = FP8Cache(self.values(), self.source.recipe, counted=counted)
         return self._own
 
     def read(self) -> FP8Cache:
-        """Return the cache that products read."""
+        """Return the cache that matmuls read."""
         is_handed_out = self._own is not None
         if self._whole is not None:
             is_handed_out |= self._whole.read() is not self._whole.source
@@ -93,7 +93,7 @@ class LateCopy:
         return self.source
 
     def part(self, index: int) -> LateCopy:
-        """Return the copy of one matrix of a stack, which reads the FP8 form of that matrix."""
+        """Return the late copy of one matrix of a stack."""
         if index not in self._parts:
             source = self.source.part(index)
             self._parts[index] = LateCopy(source, self.dtype, self, lambda copy: copy[index])

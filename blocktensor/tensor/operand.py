@@ -1,4 +1,4 @@
-"""The two forms of a matrix that products read: one may be derived from the other."""
+"""Define ``Operand``: the two forms of a matrix that matmuls read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Operand(NamedTuple):
 
     Square blocks transpose exactly, so either form of a weight is derived from the other on demand.
     Blocks of one row do not: their two forms are two casts of the high-precision tensor, made
-    together or not at all. So are those of an activation with square blocks columnwise only.
+    together or not at all. The same holds for an activation with square blocks only columnwise.
     """
 
     rowwise: Quantized | None
@@ -30,20 +30,19 @@ class Operand(NamedTuple):
         """Return the rowwise form, derived by a byte transpose if it is not held.
 
         Args:
-            format: of the rowwise form, where it may differ from the columnwise one's.
+            format: the format of the rowwise form, if it may differ from the columnwise one.
 
         Raises:
-            ValueError: it is not held, and its blocks differ, so that a second rounding would be
-                needed.
+            ValueError: it is not held and would need a second rounding.
         """
         return self.rowwise or _derive(self.columnwise, "rowwise", format)
 
     def need_columnwise(self, format: BlockFormat | None = None) -> Quantized:
-        """Return the columnwise form, as :meth:`need_rowwise` does the rowwise one."""
+        """Return the columnwise form, in the way of :meth:`need_rowwise`."""
         return self.columnwise or _derive(self.rowwise, "columnwise", format)
 
     def nbytes(self) -> int:
-        """Return bytes of the forms held."""
+        """Return the bytes of the forms held."""
         return sum(form.data.nbytes + form.scale.nbytes for form in self if form is not None)
 
 
@@ -64,7 +63,7 @@ def _derive(form: Quantized | None, wanted: str, format: BlockFormat | None) -> 
 def operand_of(
     inner: Mapping[str, Tensor], rowwise_format: BlockFormat, columnwise_format: BlockFormat
 ) -> Operand:
-    """Return the operand of inner tensors by name, as ``__tensor_flatten__`` names them."""
+    """Return the operand of inner tensors, by their names in ``__tensor_flatten__``."""
     return Operand(
         form_of(inner.get("rowwise_data"), inner.get("rowwise_scale"), rowwise_format),
         form_of(inner.get("columnwise_data"), inner.get("columnwise_scale"), columnwise_format),
@@ -72,5 +71,5 @@ def operand_of(
 
 
 def form_of(data: Tensor | None, scale: Tensor | None, format: BlockFormat) -> Quantized | None:
-    """Return a form, or None where it is not held."""
+    """Return a form, or None without data."""
     return None if data is None or scale is None else Quantized(data, scale, format)

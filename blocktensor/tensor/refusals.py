@@ -1,4 +1,4 @@
-"""Errors of the FP8 types, and the module and the weight that they name."""
+"""Raise the errors of the FP8 types, and name the module and the weight in them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def refuse_rebuilding(cls: type) -> NoReturn:
 
 
 def refuse(func: Any) -> NoReturn:
-    """Raise for an op that FP8 bytes cannot serve: never a silent dequantize."""
+    """Raise for an op that cannot run on FP8 bytes, instead of a silent dequantize."""
     writes = (
         "; to write to a frozen weight (merge an adapter into it, say), call "
         "blocktensor.unfreeze(model) first and blocktensor.freeze(model) after"
@@ -34,7 +34,7 @@ def refuse(func: Any) -> NoReturn:
 
 
 def refuse_one_tensor(*_: Any) -> NoReturn:
-    """Raise for ``torch.distributed.checkpoint``, which would take FP8 bytes for high precision."""
+    """Raise for ``torch.distributed.checkpoint``, which would store FP8 bytes as one tensor."""
     raise NotImplementedError(
         "torch.distributed.checkpoint cannot save or load a frozen FP8 weight as one tensor: give "
         "it the state of get_model_state_dict(model) instead of model.state_dict(), which has the "
@@ -43,7 +43,7 @@ def refuse_one_tensor(*_: Any) -> NoReturn:
 
 
 def refuse_bytes(weight: Tensor, source: Tensor) -> None:
-    """Raise TypeError for FP8 values that are to be copied into an FP8 weight without scales."""
+    """Raise TypeError for a copy of FP8 values without scales into an FP8 weight."""
     if source.is_floating_point() and source.dtype.itemsize == 1:
         raise TypeError(
             f"{source.dtype} {list(source.shape)} is copied into an FP8 weight "
@@ -53,10 +53,10 @@ def refuse_bytes(weight: Tensor, source: Tensor) -> None:
 
 
 def refuse_to_pick(func: Any, stack: Tensor, to_plain: str) -> NoReturn:
-    """Raise for an index that copies matrices of a stack, with which products would run then."""
+    """Raise for an index that would copy matrices of a stack in high precision."""
     raise NotImplementedError(
         f"{func} of a stack of FP8 weights {list(stack.shape)} would copy matrices in high "
-        f"precision, and products with them would run in it: multiply the whole stack by groups "
+        f"precision, and matmuls with them would run in it: multiply the whole stack by groups "
         f"(torch.nn.functional.grouped_mm; in transformers experts_implementation='grouped_mm'), "
         f"or one matrix at a time (w[i]); to read values, index {to_plain}"
     )
@@ -78,11 +78,11 @@ def check_same_scaling(a: BlockFormat, b: BlockFormat) -> None:
 
 @_disable_dynamo  # it looks at the stack, which no compiler can trace
 def name_module(error: Exception, operands: Any) -> None:
-    """Add to ``error`` the module whose code runs, and the weights that a refused op reads.
+    """Add the running module and the weights of a refused op to the message of ``error``.
 
     Args:
-        error: raised for an op of an FP8 type; NotImplementedError if the op is refused.
-        operands: of the op, one of which may be a weight or a view of one.
+        error: the error of an op of an FP8 type; NotImplementedError for a refused op.
+        operands: the operands of the op, which may include weights or views of weights.
     """
     modules = [] if getattr(error, "names_module", False) else modules_that_run()
     if not modules:
@@ -100,14 +100,14 @@ def name_module(error: Exception, operands: Any) -> None:
 
 
 def _pattern(weight: str) -> str:
-    """Return a skip pattern for the module of a weight in every layer."""
+    """Return a pattern for ``skip`` that matches the module of a weight in every layer."""
     *parts, _ = weight.split(".")
     of_layers = ["*" if part.isdigit() else part for part in parts]
     return ".".join(parts if len(parts) == 1 else of_layers)
 
 
 def _weights_of(model: nn.Module, operands: Any) -> list[str]:
-    """Return the names of the FP8 parameters of ``model`` that operands are views of."""
+    """Return the names of the FP8 parameters of ``model`` whose memory operands share."""
     read = {storage for x in tree_leaves(operands) for storage in _storages(x)}
     return [name for name, p in model.named_parameters() if read & _storages(p)]
 

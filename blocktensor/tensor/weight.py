@@ -1,7 +1,7 @@
-"""BlockwiseFP8Weight: a trainable parameter that products see in FP8 and all other ops in full.
+"""Define BlockwiseFP8Weight: a trainable parameter that matmuls read in FP8.
 
-It wraps a high-precision ``master``. Optimizers, clipping, initialisation, ``state_dict`` and every
-other op act on the master; ``F.linear``, ``mm``, ``matmul`` and ``addmm`` act on its FP8 form,
+It wraps a high-precision ``master``. Optimizers, clipping, initialisation, ``state_dict`` and all
+other ops act on the master; ``F.linear``, ``mm``, ``matmul`` and ``addmm`` act on its FP8 form,
 which every forward casts and every view of the weight shares.
 """
 
@@ -25,12 +25,12 @@ from .refusals import refuse_rebuilding
 from .weight_cache import ForwardCast, FP8Cache
 
 WEIGHT_OPS: dict[Any, Callable[..., Any]] = {}
-"""Ops that do more than act on the master (``tensor/aten``); other libraries' ops by name."""
+"""Ops that do not simply run on the master (``tensor/aten``); other libraries' ops by name."""
 
 _aten = torch.ops.aten
 
 NOT_COMPUTED = {
-    # rows that an index picks, as an embedding does: activations, of a weight's shape by chance
+    # rows that an index selects, as in an embedding: activations, maybe with a weight's shape
     _aten.embedding,
     _aten.index,
     _aten.index_select,
@@ -46,11 +46,11 @@ NOT_COMPUTED = {
     _aten.new_full,
     _aten.new_empty_strided,
 }
-"""Ops whose results are plain, whatever their shape."""
+"""Ops whose results are plain tensors, whatever their shape."""
 
 
 class _CacheOfLateCopy:
-    """The casts that products of a late copy read; other weights hold theirs."""
+    """The casts that matmuls of a late copy read; other weights hold their cache."""
 
     def __get__(self, w: BlockwiseFP8Weight, owner: Any = None) -> FP8Cache:
         assert w._late is not None
@@ -58,21 +58,21 @@ class _CacheOfLateCopy:
 
 
 class BlockwiseFP8Weight(MasterBase):
-    """A high-precision parameter whose products run in blockwise FP8 (128x128 blocks).
+    """A high-precision parameter whose matmuls run in blockwise FP8 (128x128 blocks).
 
     Attributes:
-        master: the high-precision values, ``[N, K]`` or ``[E, N, K]``, a plain tensor. That of
-            ``weight.to(dtype)`` is made when it is first read (``late_copy.py``).
+        master: the high-precision values, ``[N, K]`` or ``[E, N, K]``, a plain tensor. The master
+            of ``weight.to(dtype)`` is created when it is first read (``late_copy.py``).
         recipe: the :class:`~blocktensor.Recipe` of its casts.
     """
 
     _ops = WEIGHT_OPS
     cache: FP8Cache = _CacheOfLateCopy()  # type: ignore[assignment]
     _late: LateCopy | FP8Cache | None = None
-    """A late copy, in place of a cache; in a copy or pickle of it, the cache of its values."""
+    """A late copy, instead of a cache; after a copy or pickle, the cache of its values."""
     transposed: bool
     _traced: Tensor | None = None
-    """The master of a transposed late copy that a compiler traces: it reads the master after the
+    """The master of a transposed late copy that a compiler traces: the compiler reads it after the
     trace, when no view can be taken."""
 
     @staticmethod
@@ -92,14 +92,14 @@ class BlockwiseFP8Weight(MasterBase):
             recipe: how it is cast.
             cache, transposed: for views of a weight: the weight's cache, and whether this view
                 is its transpose.
-            requires_grad: given by frameworks that rebuild a parameter, of an FP8 weight.
+            requires_grad: passed only by frameworks that rebuild a parameter from an FP8 weight.
 
         Raises:
             TypeError, ValueError: another dtype or rank, or another FP8 type.
-            NotImplementedError: a framework rebuilds the weight of plain values.
+            NotImplementedError: a framework rebuilds the weight from plain values.
         """
         if requires_grad is not None:
-            # what is moved to meta would be rebuilt of plain values later
+            # a weight moved to meta would later be rebuilt from plain values
             if not isinstance(master, BlockwiseFP8Weight) or master.is_meta:
                 refuse_rebuilding(cls)
             made = cls(master.master, cache=master.cache, transposed=master.transposed)
@@ -118,14 +118,14 @@ class BlockwiseFP8Weight(MasterBase):
 
     @classmethod
     def _of_late_copy(cls, like: Tensor, copy: LateCopy, transposed: bool) -> BlockwiseFP8Weight:
-        """Return a weight laid out as ``like``, whose master is made when it is first read."""
+        """Return a weight with the layout of ``like``, which creates its master when first read."""
         self: BlockwiseFP8Weight = cls._wrapper_of(like, copy.dtype)
         self._late, self.transposed = copy, transposed
         return self
 
     @functools.cached_property
     def master(self) -> Tensor:  # type: ignore[override]
-        """The master of a late copy; other weights hold theirs."""
+        """The master of a late copy; other weights store it as an attribute."""
         cache = self._late.own() if isinstance(self._late, LateCopy) else self.cache
         return self._oriented(cache.master) if self._traced is None else self._traced
 
@@ -138,11 +138,11 @@ class BlockwiseFP8Weight(MasterBase):
 
     @property
     def _cast_from(self) -> Tensor:
-        """The tensor that casts read, in the orientation of this weight."""
+        """The tensor from which the weight is cast, in the orientation of the weight."""
         return self._oriented(self.cache.master)
 
     def _oriented(self, master: Tensor) -> Tensor:
-        """Lay out a master of the cache as this view of the weight does."""
+        """Transpose a master of the cache if this view of the weight is transposed."""
         return master.transpose(-1, -2) if self.transposed else master
 
     def _before_write(self) -> None:
@@ -156,7 +156,7 @@ class BlockwiseFP8Weight(MasterBase):
 
     @property
     def _counted(self) -> Tensor:
-        """The cache's tensor: below autograd, views of the master have counters of their own."""
+        """The cache's tensor: below autograd, views of the master have their own counters."""
         return self.cache.counted
 
     @property
@@ -166,25 +166,25 @@ class BlockwiseFP8Weight(MasterBase):
 
     @property
     def operand(self) -> Operand:
-        """The FP8 forms of the weight as it is now."""
+        """The FP8 forms of the current weight, cast now."""
         operand = self.cache.cast()
         return operand.transposed() if self.transposed else operand
 
     def rowwise(self) -> Quantized:
-        """Return the rowwise FP8 form of the weight as it is now."""
+        """Cast the current weight and return the rowwise FP8 form."""
         operand = self.cache.cast()
         form = operand.need_columnwise() if self.transposed else operand.rowwise
-        assert form is not None  # it is cast so
+        assert form is not None  # the cast has this form
         return form
 
     def _both_forms(self) -> tuple[Quantized, Quantized]:
-        """Return both FP8 forms of the weight as it is now, cast together."""
+        """Cast the current weight and return both FP8 forms."""
         operand = self.cache.cast(columnwise=True)
         operand = operand.transposed() if self.transposed else operand
         return operand.need_rowwise(), operand.need_columnwise()
 
     def columnwise(self, cast: ForwardCast | None = None) -> Quantized:
-        """Return the columnwise FP8 form of the weight as it is now, or of its forward's cast.
+        """Return the columnwise FP8 form of a forward's cast, or of the current weight.
 
         Raises:
             RuntimeError: the weight was written to since its forward.
@@ -195,10 +195,9 @@ class BlockwiseFP8Weight(MasterBase):
         return operand.columnwise or operand.need_columnwise()
 
     def high_precision(self) -> Tensor:
-        """Return the values as a plain tensor, for products in high precision on purpose.
+        """Return the values as a plain tensor, for intended matmuls in high precision.
 
-        It shares the master's memory. Its gradient passes through to the weight; the gradient of
-        ``.master`` would not.
+        It shares the master's memory. Unlike with ``.master``, its gradient reaches the weight.
         """
         made: Tensor = StraightThrough.apply(self, None, True)
         return made
@@ -216,7 +215,7 @@ class BlockwiseFP8Weight(MasterBase):
         return self._quantized()._values_in(dtype)
 
     def _quantized(self) -> BlockwiseFP8Tensor:
-        """Return the FP8 forms of the weight as it is now, as a tensor."""
+        """Cast the current weight and return it as a BlockwiseFP8Tensor."""
         return BlockwiseFP8Tensor(
             *self.operand,
             shape=self.shape,
@@ -226,7 +225,7 @@ class BlockwiseFP8Weight(MasterBase):
         )
 
     def _replace_master(self, master: Tensor) -> None:
-        """Take another master of the same shape, dtype and device (``weight.data = …``)."""
+        """Replace the master by one of the same shape, dtype and device (``weight.data = …``)."""
         self.master = master
         self.cache, self._late = FP8Cache(self._oriented(master), self.recipe), None
 
@@ -254,14 +253,14 @@ class BlockwiseFP8Weight(MasterBase):
         out = on_master(func, args, kwargs)
         if not torch.is_grad_enabled() or func.overloadpacket in NOT_COMPUTED:
             return out
-        # of decompositions and inverses: their derivatives multiply by them
+        # results of decompositions and inverses, whose derivatives multiply by them
         return out if "linalg" in func.__name__ else computed_weights(out, args)
 
 
 def computed_weights(out: Any, args: Sequence[Any]) -> Any:
-    """Give what autograd computes from a weight, of the weight's shape, a weight's type.
+    """Make results of autograd ops on a weight weights, if they have its shape.
 
-    So a product with ``w + b @ a``, ``w * mask`` or a normalised weight runs in FP8 too.
+    So matmuls with ``w + b @ a``, ``w * mask`` or a normalised weight also run in FP8.
     """
     tensors = [x for x in torch.utils._pytree.tree_leaves(args) if isinstance(x, Tensor)]
     weights = [x for x in tensors if isinstance(x, BlockwiseFP8Weight)]

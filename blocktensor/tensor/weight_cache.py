@@ -1,8 +1,7 @@
-"""The FP8 form of a trainable weight: when it is cast, how long it is kept.
+"""Decide when a trainable weight is cast to FP8, and how long its FP8 form is kept.
 
-PyTorch does not count every write to a master: not those through ``.data`` of a view, and not those
-of a collective on one. So every forward casts, and its graph holds the form that dgrad reads
-(:class:`ForwardCast`).
+PyTorch does not count writes to a master through ``.data`` of a view, or by a collective on a view.
+So every forward casts, and its graph holds the form that dgrad reads (:class:`ForwardCast`).
 """
 
 from __future__ import annotations
@@ -20,19 +19,19 @@ from .base import MasterBase
 from .operand import Operand
 
 ONE_READ_BYTES = 64 << 20
-"""Most bytes of a form that a forward casts with its transpose: both are there during fprop. The
-forms of larger weights are made one by one, the second in backward, so that the peak of a single
-layer does not grow."""
+"""Most bytes of a form that a forward casts with its transpose: both exist during fprop. Larger
+weights make the second form in backward, so that the peak memory of a single layer does not
+grow."""
 
 
 @dataclass(eq=False)
 class WaitingForm:
-    """The FP8 form of a weight's latest forward, for all backwards that wait.
+    """The FP8 form of a weight's latest forward, for all backwards that need it.
 
-    Autograd graphs hold it: a graph that is freed, by its backward or unused, frees it too.
+    Autograd graphs hold it: it is freed with the last graph, used or not.
 
     Attributes:
-        operand: in the orientation of the master; None until it is cast.
+        operand: the forms in the orientation of the master; None until they are cast.
     """
 
     operand: Operand | None = None
@@ -44,8 +43,8 @@ class ForwardCast:
 
     Attributes:
         cache: that made it.
-        version: of the master then.
-        waiting: the form; None where backward casts again, and once a backward has read it.
+        version: the version of the master at the cast.
+        waiting: the form; None if backward casts again, and after a backward has read it.
     """
 
     cache: FP8Cache
@@ -56,16 +55,16 @@ class ForwardCast:
 class FP8Cache:
     """The casts of one master, and the FP8 form that waits for a backward.
 
-    Forwards that wait for their backwards share one form, of the latest: a counted write between
-    the two raises in backward, as in plain PyTorch, and after an uncounted one plain PyTorch would
-    use the new values as well.
+    Forwards whose backwards have not run share the form of the latest one. After a counted write
+    between two forwards, backward raises, as in plain PyTorch. After an uncounted write, plain
+    PyTorch would use the new values as well.
 
     Attributes:
         master: the high-precision weight.
         counted: the tensor whose version counter counts writes to the master: the master itself, or
-            that of the weight of which this is a part.
-        recipe, format: of its casts.
-        casts: how many were made so far.
+            the master of the weight that this is a part of.
+        recipe, format: the recipe and format of its casts.
+        casts: the number of casts so far.
     """
 
     __slots__ = ("_copies", "_parts", "_waiting", "casts", "counted", "format", "master", "recipe")
@@ -88,39 +87,39 @@ class FP8Cache:
     def part(self, index: int) -> FP8Cache:
         """Return the cache of one matrix of a stack, which all views of that matrix share.
 
-        It casts that matrix alone: a loop over experts casts those that get tokens, once each.
+        It casts only that matrix: a loop over experts casts each expert that gets tokens, once.
         """
         return self.derived(
             index, lambda: FP8Cache(self.master[index], self.recipe, counted=self.counted)
         )
 
     def derived(self, key: object, make: Callable[[], FP8Cache]) -> FP8Cache:
-        """Return the cache for a part of the master or for other scales, made where it is new."""
+        """Return the cache for a part of the master or for other scales; create it if needed."""
         if key not in self._parts:
             self._parts[key] = make()
         return self._parts[key]
 
     def parts(self) -> tuple[FP8Cache, ...]:
-        """Return the derived caches that were asked for."""
+        """Return the derived caches that exist."""
         return tuple(self._parts.values())
 
     def remember(self, copy: Any) -> None:
-        """Let a ``LateCopy`` be made before the next write to the weight."""
+        """Register a ``LateCopy`` to be made before the next write to the weight."""
         if self._copies is None:
             self._copies = weakref.WeakSet()
         self._copies.add(copy)
 
     def _before_write(self) -> None:
-        """Make the copies of the values that a write through the weight will change."""
+        """Make all late copies of the values, which a write through the weight will change."""
         for copy in tuple(self._copies or ()):
             copy.values()
         self._copies = None
 
     def get_for_backward(self, user: MasterBase) -> tuple[Operand, ForwardCast]:
-        """Cast for a forward whose dgrad reads the weight; return also what its graph holds.
+        """Cast for a forward whose backward needs dgrad; return also what its graph holds.
 
         The cast makes both forms, unless the weight is large (``ONE_READ_BYTES``); the graph holds
-        the one that dgrad reads.
+        the form that dgrad reads.
         """
         if not self.recipe.cache_weight:
             return self.cast(), ForwardCast(self, self.version(), None)
@@ -131,7 +130,7 @@ class FP8Cache:
         return Operand(row, col), cast
 
     def begin_cast(self) -> tuple[ForwardCast, WaitingForm]:
-        """Return what a graph holds of a cast that its forward makes now, to be filled with it."""
+        """Return the object for a graph to hold, which the forward fills with its cast."""
         waiting = None if self._waiting is None else self._waiting()
         if waiting is None:
             waiting = WaitingForm()
@@ -139,15 +138,15 @@ class FP8Cache:
         return ForwardCast(self, self.version(), waiting), waiting
 
     def get_in_backward(self, user: MasterBase, cast: ForwardCast | None) -> Operand:
-        """Return the FP8 form that dgrad reads: of its forward where it waits, or cast again.
+        """Return the FP8 form that dgrad reads: the form of its forward, or a new cast.
 
         Raises:
             RuntimeError: the master was written to since the forward. Autograd compares the counter
-                of the weight; this compares the master's, which counts writes to a tensor of
-                ``state_dict()``, for example.
+                of the weight. This compares the counter of the master, which also counts writes to
+                a tensor of ``state_dict()``, for example.
         """
         if cast is not None and cast.cache is not self:
-            # after weight.data = … or .half(); F.linear of plain PyTorch has saved old values too
+            # after weight.data = … or .half(); plain F.linear would also have saved the old values
             return cast.cache.get_in_backward(user, cast)
         if cast is not None:
             now = self.version()
@@ -163,12 +162,12 @@ class FP8Cache:
         return self.cast(rowwise=user.transposed, columnwise=not user.transposed)
 
     def held(self) -> Operand:
-        """Return the forms held right now, without those of its parts; cast nothing."""
+        """Return the forms held right now, without the forms of its parts; cast nothing."""
         waiting = None if self._waiting is None else self._waiting()
         return (waiting and waiting.operand) or Operand(None, None)
 
     def nbytes(self) -> int:
-        """Return the bytes of the FP8 forms held right now, those of its parts included."""
+        """Return the bytes of the FP8 forms held right now, including its parts."""
         return sum(cache.held().nbytes() for cache in (self, *self.parts()))
 
     def version(self) -> int:
@@ -176,9 +175,9 @@ class FP8Cache:
         return 0 if self.counted.is_inference() else self.counted._version
 
     def cast(self, rowwise: bool = True, columnwise: bool = False) -> Operand:
-        """Cast the master as it is now, to both forms in one read; neither is held.
+        """Cast the current master, with ``columnwise`` to both forms in one read; hold neither.
 
-        Of a part of a whole, whose ranks cast it together, the columnwise form may be absent.
+        The columnwise form may be absent for a part of a weight that ranks cast together.
         """
         self.casts += 1
         if not columnwise:

@@ -1,6 +1,6 @@
-"""Collectives of a tensor parallel group that are begun now and awaited later.
+"""Begin collectives of a tensor parallel group now, and wait for them later.
 
-A gather of tokens is exact. Rowwise 1x128 blocks lie within a row, so gathered casts of the parts
+Gathers of tokens are exact. Rowwise 1x128 blocks lie within a row, so gathered casts of the parts
 equal a cast of the whole, byte for byte. Columnwise blocks lie along the tokens: gathered casts
 equal a cast of the whole if each part begins and ends where blocks do (``TokenShards.on_grid``).
 """
@@ -23,10 +23,10 @@ Result = TypeVar("Result")
 
 
 class Pending(Generic[Result]):
-    """The result of collectives that run during other work."""
+    """The future result of collectives."""
 
     def __init__(self, parts: Sequence[Tensor], finish: Callable[..., Result]) -> None:
-        """Make the result by ``finish``, of the awaited ``parts``."""
+        """Compute the result by ``finish`` from the awaited ``parts``."""
         self._parts, self._finish = parts, finish
         self._made: list[Result] = []
 
@@ -40,7 +40,7 @@ class Pending(Generic[Result]):
 
 
 def ready(result: Result) -> Pending[Result]:
-    """Return an already completed result."""
+    """Return a result that is already complete."""
     return Pending((), lambda: result)
 
 
@@ -53,7 +53,7 @@ def gather(parts: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
 
 
 def all_reduce(x: Tensor, op: str, group: dist.ProcessGroup) -> Tensor:
-    """Reduce a contiguous tensor over all ranks, now."""
+    """Reduce a contiguous tensor over all ranks, and wait."""
     ops = torch.ops._c10d_functional
     made: Tensor = ops.wait_tensor(ops.all_reduce(x, op, group.group_name))
     return made
@@ -61,13 +61,13 @@ def all_reduce(x: Tensor, op: str, group: dist.ProcessGroup) -> Tensor:
 
 @dataclass(frozen=True)
 class Reduction:
-    """The way in which partial sums of the ranks of ``group`` are added.
+    """How partial sums of the ranks of ``group`` are added.
 
     Attributes:
-        group: of the ranks.
-        dtype: in which partial sums travel; None: the dtype of the result.
-        in_rank_order: send every rank's partial sum unchanged and add them in fp32 in the order of
-            ranks, with the bits of a loop over the ranks.
+        group: the group of the ranks.
+        dtype: the dtype in which ranks send partial sums; None for the dtype of the result.
+        in_rank_order: send every partial sum unchanged and add them in fp32 in the order of ranks,
+            with the same bits as a loop over ranks.
     """
 
     group: dist.ProcessGroup
@@ -75,11 +75,11 @@ class Reduction:
     in_rank_order: bool
 
     def wire(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype in which partial sums of a result in ``dtype`` travel."""
+        """Return the dtype in which ranks send partial sums of a result in ``dtype``."""
         return dtype if self.dtype is None else self.dtype
 
     def all_reduce(self, partial: Tensor) -> Pending[Tensor]:
-        """Begin to add ``partial`` of all ranks; fp32 in rank order, else in its dtype."""
+        """Begin to add ``partial`` over all ranks; fp32 in rank order, else in its dtype."""
         name, ops = self.group.group_name, torch.ops._c10d_functional
         if self.in_rank_order:
             size = self.group.size()
@@ -89,7 +89,7 @@ class Reduction:
         return Pending([total], lambda total: total)
 
     def reduce_scatter(self, partial: Tensor) -> Pending[Tensor]:
-        """Begin to add ``partial[ranks, ...]`` of all ranks; each rank gets its own ``[...]``.
+        """Begin to add ``partial[ranks, ...]`` over all ranks; rank r gets the sum ``[r, ...]``.
 
         The sum is fp32 in rank order, else in its dtype.
         """
@@ -113,13 +113,13 @@ def _in_order(partials: Tensor) -> Tensor:
 class TokenShards:
     """Activations ``[..., K]`` cut along one of the leading dimensions, in equal parts.
 
-    Flattened to rows, the whole consists of ``outer`` runs, each of ``inner`` rows of every rank.
+    Flattened to rows, the whole has ``outer`` runs, each with ``inner`` rows of every rank.
 
     Attributes:
-        group: of the ranks.
-        dim: that is cut, counted from the front.
+        group: the group of the ranks.
+        dim: the dimension that is cut, counted from the front.
         outer: the product of the dimensions before ``dim``.
-        inner: the product of this rank's dimensions from ``dim`` on, without the last.
+        inner: the product of this rank's dimensions from ``dim`` on, except the last.
     """
 
     group: dist.ProcessGroup
@@ -129,12 +129,12 @@ class TokenShards:
 
     @staticmethod
     def of(shape: Sequence[int], dim: int, group: dist.ProcessGroup) -> TokenShards:
-        """Describe tokens of which this rank has a part of ``shape``."""
+        """Describe tokens, given the ``shape`` of this rank's part."""
         return TokenShards(group, dim, math.prod(shape[:dim]), math.prod(shape[dim:-1]))
 
     @staticmethod
     def of_whole(shape: Sequence[int], dim: int, group: dist.ProcessGroup) -> TokenShards:
-        """Describe the parts of all tokens, of ``shape``.
+        """Describe the parts of tokens, given the ``shape`` of the whole.
 
         Raises:
             ValueError: the ranks cannot hold equal parts.
@@ -153,7 +153,7 @@ class TokenShards:
         return self.group.size()
 
     def on_grid(self, format: BlockFormat) -> bool:
-        """Return True if the parts have the columnwise blocks of the whole."""
+        """True if the parts have the columnwise blocks of the whole."""
         return self.inner % format.cols == 0
 
     def whole_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
@@ -178,7 +178,7 @@ class TokenShards:
         return self._gather(part, finish)
 
     def gather_columnwise(self, part: Quantized) -> Pending[Quantized]:
-        """Begin to gather the columnwise form of the whole, of parts that are on the grid."""
+        """Begin to gather the columnwise form of the whole; parts must be on the grid of blocks."""
         format = part.format
         assert self.on_grid(format)
         rows, tokens = part.data.shape[0], self.outer * self.ranks * self.inner
@@ -199,7 +199,7 @@ class TokenShards:
         return Pending(gather([part.contiguous()], self.group), self._in_order)
 
     def reduce_scatter(self, partial: Tensor, reduction: Reduction) -> Pending[Tensor]:
-        """Begin to add ``partial[M, N]`` of all ranks; each gets the rows of its part."""
+        """Begin to add ``partial[M, N]`` over all ranks; each gets the rows of its part."""
         rows, width = self.outer * self.inner, partial.shape[1]
         runs = partial.view(self.outer, self.ranks, self.inner, width).transpose(0, 1)
         return reduction.reduce_scatter(runs.reshape(self.ranks, rows, width))
@@ -207,8 +207,8 @@ class TokenShards:
     def _gather(
         self, part: Quantized, finish: Callable[[Tensor, Tensor], Quantized]
     ) -> Pending[Quantized]:
-        # bytes: gloo does not support e4m3, and converts tensors of several dtypes to one; scales
-        # by lines, without their padding
+        # bytes, since gloo does not support e4m3 and converts tensors of several dtypes to one;
+        # scales as lines, without padding
         sent = part.data.view(torch.uint8), part.scale.t().contiguous().flatten().view(torch.uint8)
         return Pending(
             gather(sent, self.group),
@@ -216,7 +216,7 @@ class TokenShards:
         )
 
     def _in_order(self, gathered: Tensor) -> Tensor:
-        """Return gathered rows in the order of all tokens, not rank by rank."""
+        """Reorder gathered rows from the order of ranks to the order of tokens."""
         if self.outer == 1:
             return gathered
         rows, width = gathered.shape

@@ -1,4 +1,4 @@
-"""The forwards of parallel linear layers, from the layout of the input to that of the output."""
+"""Run the forwards of parallel linear layers, with any layouts of input and output."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Layouts(NamedTuple):
 
 
 class Agreement:
-    """A description of a module that the ranks of a mesh have compared.
+    """The last description of a module that the ranks of a mesh have compared.
 
     Ranks that disagree would wait for each other's collectives, or read other bytes.
     """
@@ -49,10 +49,10 @@ class Agreement:
         self._agreed: tuple[object, ...] = ()
 
     def check(self, *mine: object) -> None:
-        """Compare ``mine``, if it is not what was agreed on.
+        """Compare ``mine`` between ranks, unless it is what they agreed on last.
 
         Raises:
-            RuntimeError: on every rank, if it differs between ranks.
+            RuntimeError: it differs between ranks; raised on every rank.
         """
         if mine == self._agreed:
             return
@@ -64,14 +64,14 @@ class ParallelForward(ABC):
     """The forward of one parallel linear layer, bound to it as a method."""
 
     kind: str
-    """Names the forward on the linear layer and in graphs."""
+    """The name of the forward on the linear layer and in graphs."""
 
     dim: int
     """The dimension of the weight that is cut."""
 
     def __init__(self, mesh: DeviceMesh, layouts: Layouts) -> None:
         self.mesh, self.layouts = mesh, layouts
-        self.agreement = Agreement("tensor parallel linears", mesh)
+        self.agreement = Agreement("tensor parallel linear layers", mesh)
         given, made, *others = layouts
         self._constants = self.kind, as_constant(given), as_constant(made), *others
 
@@ -86,7 +86,7 @@ class ParallelForward(ABC):
         return self._run(input, module.weight, module.bias, local)
 
     def _agree(self, weight: Any, local: FP8Weight | None) -> None:
-        """Compare ranks."""
+        """Compare facts about the layer between ranks."""
         self.agreement.check(
             type(self).__name__,
             tuple(weight.shape),
@@ -101,7 +101,7 @@ class ParallelForward(ABC):
 
     def _run(self, input: Tensor, weight: Any, bias: Any, local: FP8Weight | None) -> Tensor:
         if local is None:
-            # a shard of FSDP2, which has not gathered it, raises there
+            # a shard that FSDP2 has not gathered raises there
             return self._in_high_precision(input, weight, bias)
         y, layout = self._in_fp8(
             input,
@@ -123,7 +123,7 @@ class ParallelForward(ABC):
     @property
     @abstractmethod
     def _reads(self) -> Placement:
-        """The layout of the input that a product of DTensors reads."""
+        """The layout of the input for a matmul of DTensors."""
 
     def _part(self, shape: Sequence[int], local: FP8Weight) -> WeightPart | None:
         format = local.recipe.weight_format
@@ -139,7 +139,7 @@ class ParallelForward(ABC):
         return part
 
     def _in_high_precision(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Run as torch's style does, for a linear layer that was not converted."""
+        """Run a linear layer that was not converted as torch's style does."""
         read = self._distributed(x, _of(self._reads, x.ndim))
         return self._given_out(F.linear(read, weight, bias))
 
@@ -152,7 +152,7 @@ class ParallelForward(ABC):
         """Return the input as a DTensor of this layout."""
         if not isinstance(x, DTensor):
             x = DTensor.from_local(x, self.mesh, [self.layouts.input], run_check=False)
-        # a redistribution would sum the gradients of each linear layer that reads x by itself
+        # a redistribution would sum gradients separately for each linear layer that reads x
         return x if layout_of(x, layout) == layout else x.redistribute(placements=[layout])
 
     @property
@@ -163,7 +163,7 @@ class ParallelForward(ABC):
 
 
 class ColwiseForward(ParallelForward):
-    """The forward of a linear layer whose outputs are cut."""
+    """The forward of a linear layer whose outputs are cut between ranks."""
 
     kind, dim = "colwise", 0
     _reads = Replicate()
@@ -183,14 +183,14 @@ class ColwiseForward(ParallelForward):
             return parallel_linear(x, w, bias, Colwise(tokens, reduction, part)), features
         if isinstance(x, DTensor) or not layout.is_replicate():
             whole = self._distributed(x, Replicate())
-            # DTensor adds the partial sums of all linear layers that read x, where it needs them
+            # DTensor adds the partial sums of all linear layers that read x when it needs them
             x = whole.to_local(grad_placements=[Partial()])
             reduction = None
         return parallel_linear(x, w, bias, Colwise(None, reduction, part)), features
 
 
 class RowwiseForward(ParallelForward):
-    """The forward of a linear layer whose inputs are cut."""
+    """The forward of a linear layer whose inputs are cut between ranks."""
 
     kind, dim = "rowwise", 1
     _reads = FEATURES
@@ -214,10 +214,10 @@ class RowwiseForward(ParallelForward):
 def as_constant(layout: Placement) -> str:
     """Return ``layout`` as a string: graphs hold no objects.
 
-    Dynamo makes numbers symbolic that differ between two linear layers.
+    A string, since Dynamo makes numbers symbolic that differ between two linear layers.
 
     Raises:
-        NotImplementedError: it is none of ``Shard``, ``Replicate`` and ``Partial``.
+        NotImplementedError: the layout is not ``Shard``, ``Replicate`` or ``Partial``.
     """
     if type(layout) is Replicate:
         return "replicate"
@@ -226,12 +226,12 @@ def as_constant(layout: Placement) -> str:
     if type(layout) is Partial:
         return f"partial {layout.reduce_op}"
     raise NotImplementedError(
-        f"a layout {layout} of a tensor parallel linear: expected Shard, Replicate or Partial"
+        f"a layout {layout} of a tensor parallel linear layer: expected Shard, Replicate or Partial"
     )
 
 
 def from_constant(constant: str) -> Placement:
-    """Return the layout that :func:`as_constant` was given."""
+    """Return the layout from its string; the inverse of :func:`as_constant`."""
     kind, _, argument = constant.partition(" ")
     if kind == "replicate":
         return Replicate()
@@ -245,7 +245,7 @@ def fp8_local(weight: Any) -> FP8Weight | None:
 
 
 def layout_of(x: Any, given: Placement) -> Placement:
-    """Return the layout of an input, which is ``given`` for a plain one."""
+    """Return the layout of a DTensor; for a plain input, the ``given`` one."""
     (layout,) = x.placements if isinstance(x, DTensor) else (given,)
     return _of(layout, x.ndim)
 
@@ -260,7 +260,7 @@ def _of(layout: Placement, ndim: int) -> Placement:
 
 
 def token_dim(layout: Placement, x: Any) -> int | None:
-    """Return the dimension of tokens along which x is cut into equal parts; None if not."""
+    """Return the dimension of tokens along which x is cut in equal parts; None if it is not."""
     if not isinstance(layout, Shard) or layout.dim == x.ndim - 1:
         return None
     # parts of a plain input are equal
@@ -283,7 +283,7 @@ def _whole(
 ) -> Tensor:
     """Run the forward of a linear layer; Dynamo puts this call into its graph.
 
-    Graphs hold constants, no layout and no mesh: linear layers of one kind share a graph.
+    Graphs hold constants instead of layouts and meshes: linear layers of one kind share a graph.
     """
     layouts = Layouts(from_constant(given), from_constant(made), *others)
     forward = _FORWARDS[kind](weight.device_mesh, layouts)

@@ -1,8 +1,8 @@
-"""The style that casts and gathers one input of several parallel linear layers (q, k, v; gate, up).
+"""Cast and gather an input once for several parallel linear layers (q, k, v; gate, up).
 
-The result is a BlockwiseFP8Tensor of all tokens that holds their rowwise form. Its gradient is this
-rank's share of a sum: autograd adds the partial sums of the linear layers that read it, and one
-reduction makes the gradient of this rank's tokens.
+The result is a BlockwiseFP8Tensor with the rowwise form of all tokens. Autograd adds the partial
+gradients of the linear layers that read it, and one reduction over ranks gives the gradient of this
+rank's tokens.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ from .styles import checked_dtype
 class PrepareModuleInput(torch_styles.PrepareModuleInput):
     """``torch.distributed.tensor.parallel.PrepareModuleInput`` for modules of FP8 linear layers.
 
-    An input that comes as ``Shard(...)`` of tokens and is wanted as ``Replicate()`` is cast once
-    and gathered once as e4m3 and scales, for all linear layers of the module with
+    An input with the layout ``Shard(...)`` of tokens and the desired layout ``Replicate()`` is cast
+    once and gathered once as e4m3 and scales, for all linear layers of the module with
     :class:`ColwiseParallel` (q, k, v; gate, up). In backward, the sum of their data gradients is
-    reduced once, in high precision, and the tokens are gathered once for their weight gradients.
-    An input that comes as ``Replicate()`` is cast once, and its gradient reduced once.
+    reduced once, in high precision, and the tokens are gathered once for their weight gradients. An
+    input with the layout ``Replicate()`` is cast once, and its gradient reduced once.
 
     The module gets the input as a BlockwiseFP8Tensor: it may pass it, or views of its leading
     dimensions, to those linear layers. Unless all of them are converted, the input is gathered in
@@ -65,12 +65,12 @@ class PrepareModuleInput(torch_styles.PrepareModuleInput):
         input_layouts, desired_input_layouts: see torch's style.
         input_kwarg_layouts, desired_input_kwarg_layouts: see torch's style.
         use_local_output: see torch's style.
-        reduce_dtype: in which the sums of data gradients travel; default: the input's dtype.
+        reduce_dtype: the dtype in which ranks send sums of data gradients; default: the input's.
         in_rank_order: see :class:`ColwiseParallel`.
 
     Raises:
         TypeError: ``reduce_dtype`` is not bf16, fp16 or fp32.
-        ValueError: from forward, if the linear layers have unequal recipes.
+        ValueError: in forward, if the linear layers have unequal recipes.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class PrepareModuleInput(torch_styles.PrepareModuleInput):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         prepared = _OnMesh(self, device_mesh)
-        # functions: a copy of the module shares them, and passes itself
+        # functions, since a copy of the module shares them and passes itself
         if self.with_kwargs:
             module.register_forward_pre_hook(
                 lambda m, args, kwargs: prepared._prepare_input_kwarg_fn(
@@ -118,13 +118,13 @@ class _Place(NamedTuple):
 
 
 class _OnMesh(torch_styles.PrepareModuleInput):
-    """The style on a mesh; it finds the linear layers of the module that runs."""
+    """The style on one mesh, which finds the linear layers of the running module."""
 
     def __init__(self, style: PrepareModuleInput, mesh: DeviceMesh) -> None:
         vars(self).update(vars(style))
         self._mesh = mesh
         self._reduction = Reduction(mesh.get_group(), style.reduce_dtype, style.in_rank_order)
-        self._agreement = Agreement("inputs of tensor parallel linears", mesh)
+        self._agreement = Agreement("inputs of tensor parallel linear layers", mesh)
         self._constants = style.use_local_output, style.reduce_dtype, style.in_rank_order
 
     def _prepare_input_arg(  # type: ignore[override]
@@ -155,7 +155,7 @@ class _OnMesh(torch_styles.PrepareModuleInput):
         self._agree(_common_recipe(dict(zip(names, weights, strict=True))))
 
     def _run(self, x: Any, given: Placement, recipe: Recipe | None) -> Any:
-        """Return all tokens of x; ``given`` is the layout of a plain x."""
+        """Return x with all tokens; ``given`` is the layout of a plain x."""
         layout = layout_of(x, given)
         dim = token_dim(layout, x)
         if recipe is not None and (dim is not None or layout.is_replicate()):
@@ -186,7 +186,7 @@ def _common_recipe(weights: dict[str, Any]) -> Recipe | None:
     if len(recipes) > 1:
         lines = "; ".join(f"{name!r} has {recipe}" for recipe, name in recipes.items())
         raise ValueError(
-            f"one input of {len(found)} FP8 linears of unequal recipes cannot be cast once: "
+            f"one input of {len(found)} FP8 linear layers of unequal recipes cannot be cast once: "
             f"{lines}. Convert them with one recipe, or leave out "
             f"blocktensor.distributed.PrepareModuleInput and pass "
             f"ColwiseParallel(input_layouts=Shard(...))"
@@ -217,7 +217,7 @@ def _whole(
 
 
 Parts = tuple[Tensor | None, Tensor | None, Tensor | None]
-"""Inner tensors of a prepared input, which compilers see."""
+"""The inner tensors of a prepared input, which compilers see."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -226,7 +226,7 @@ class SharedInput:
 
     Attributes:
         tokens: how tokens are cut; None if every rank has all of them.
-        saved: this rank's tokens, as weight gradients read them.
+        saved: this rank's tokens, in the form that wgrad reads.
         gather: gathers ``saved`` in backward, once for all linear layers.
         runs: ``[0, tokens.outer, tokens.inner]``, without elements; None until a compiler asks.
     """
@@ -238,7 +238,7 @@ class SharedInput:
 
     @property
     def parts(self) -> Parts:
-        """Return data, scales, and a tensor without elements: see :func:`runs_of`."""
+        """Return data, scales, and a tensor without elements (:func:`runs_of`)."""
         if self.tokens is None:
             return *self.saved, None
         data, scale = self.saved
@@ -247,20 +247,20 @@ class SharedInput:
 
     @property
     def context(self) -> SharedInputContext:
-        """Return what makes the parts whole: a value that compilers compare and copy."""
+        """Return the other facts of the note, as a value that compilers compare and copy."""
         if self.tokens is None:
             return SharedInputContext(None, 0)
         return SharedInputContext(self.tokens.group.group_name, self.tokens.dim)
 
 
 class SharedInputContext(NamedTuple):
-    """The cut of the tokens; without a group, every rank has all of them."""
+    """How tokens are cut; without a group, every rank has all of them."""
 
     group_name: str | None
     dim: int
 
     def of(self, data: Tensor | None, scale: Tensor | None, runs: Tensor | None) -> SharedInput:
-        """Return the note of an input that a graph gets or returns."""
+        """Return the note of a prepared input in a graph, given its inner tensors."""
         if self.group_name is None:
             return SharedInput(None, (data, scale))
         assert runs is not None
@@ -270,7 +270,7 @@ class SharedInputContext(NamedTuple):
 
 
 def runs_of(x: Tensor, tokens: TokenShards) -> Tensor:
-    """Return the sizes of ``tokens`` as sizes of a tensor, which may change between batches."""
+    """Return the sizes of ``tokens`` as a tensor's shape, which may change between batches."""
     return x.new_empty((0, tokens.outer, tokens.inner))
 
 
@@ -281,7 +281,7 @@ def prepare(
 
     Args:
         x: bf16, fp16 or fp32.
-        recipe: of the weights that it meets.
+        recipe: the recipe of the weights that read it.
         tokens: how tokens are cut; None if ``x`` has all of them.
         reduction: adds the sums of the linear layers' data gradients over ranks.
     """

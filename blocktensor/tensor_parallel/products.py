@@ -1,18 +1,18 @@
-"""The matmuls of a linear layer whose weight is cut between ranks.
+"""Compute the matmuls of a linear layer whose weight is cut between ranks.
 
 ::
 
     Colwise   fprop  y_r  = x · w_rᵀ          x gathered rowwise in FP8
               dgrad  dx   = Σ_r g_r · w_r     partial sums, reduced in high precision
-              wgrad  dw_r = g_rᵀ · x          x gathered columnwise in FP8, beside dgrad
+              wgrad  dw_r = g_rᵀ · x          x gathered columnwise in FP8, during dgrad
 
     Rowwise   fprop  y    = Σ_r x_r · w_rᵀ    partial sums, reduced in high precision
               dgrad  dx_r = g · w_r           g gathered rowwise in FP8
-              wgrad  dw_r = gᵀ · x_r          g gathered columnwise in FP8, beside dgrad
+              wgrad  dw_r = gᵀ · x_r          g gathered columnwise in FP8, during dgrad
 
-Nothing is gathered where every rank has all tokens. Each rank saves its own tokens alone. Their
+Nothing is gathered if every rank has all tokens. Each rank saves only its own tokens. Their
 columnwise form is gathered in FP8 if a cast of all tokens has the same blocks; else the tokens are
-gathered in their own dtype and cast after the gather.
+gathered in their own dtype and then cast.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def parallel_linear(x: Tensor, w: Tensor, bias: Tensor | None, product: Dense) -
         product: the matmul of this call.
 
     Raises:
-        TypeError, ValueError: see :func:`blocktensor.functional.linear`; or tokens or a weight are
-            cut off the grid of blocks, and the input is FP8.
+        TypeError, ValueError: see :func:`blocktensor.functional.linear`; also for an FP8 input if
+            tokens or the weight are cut inside blocks.
     """
     with torch._C.DisableTorchFunctionSubclass():
         plan = plan_matmul(x, w, bias, None)
@@ -63,12 +63,12 @@ def parallel_linear(x: Tensor, w: Tensor, bias: Tensor | None, product: Dense) -
 
 
 class _Parallel(Dense):
-    """A matmul of this rank's part of a weight.
+    """A matmul with this rank's part of a weight.
 
     Args:
         tokens: how tokens are cut; None if every rank has all of them.
         reduction: how partial sums are added; None returns them.
-        part: the place of the weight in the whole, if parts lie off the grid of blocks.
+        part: the place of the weight in the whole, if parts begin or end inside blocks.
     """
 
     def __init__(
@@ -82,10 +82,10 @@ class _Parallel(Dense):
         return read_part(w, self.part, plan)
 
     def _without_front(self, x: Tensor, dim: int) -> Tensor:
-        """Copy x without the rows or columns of zeros in front of the part of a weight.
+        """Copy a gradient without the rows or columns for the zeros in front of a part of a weight.
 
-        A view would do for rows, but DTensors of local parts that begin inside their storage
-        cannot be deep-copied, as gradients are with their model.
+        Not a view of the rows: a model is deep-copied with its gradients, and DTensors whose local
+        part begins inside its storage cannot be.
         """
         if not self.front:
             return x
@@ -94,7 +94,7 @@ class _Parallel(Dense):
 
 
 class Colwise(_Parallel):
-    """A weight cut along its outputs: every rank computes some columns of y."""
+    """The matmuls of a weight cut along its outputs: every rank computes some columns of y."""
 
     _gather: SharedGather
     _read_tokens: TokenShards | None
@@ -116,7 +116,7 @@ class Colwise(_Parallel):
         saves_tokens = plan.needs[1] and not in_fp8
         if saves_tokens and not plan.saves_x and isinstance(x, BlockwiseFP8Tensor):
             raise ValueError(
-                f"the FP8 input {list(x.shape)} of a ColwiseParallel linear is cut where its "
+                f"the FP8 input {list(x.shape)} of a ColwiseParallel linear layer is cut where its "
                 f"columnwise blocks of {plan.format.cols} tokens do not begin: pass the "
                 f"high-precision tensor, or pad the tokens of each rank to a multiple of "
                 f"{plan.format.cols}"
@@ -125,7 +125,7 @@ class Colwise(_Parallel):
         return row, (x, None) if saves_tokens and not plan.saves_x else saved_of(x, col, plan)
 
     def fprop(self, x: Any, w: Quantized, bias: Tensor | None, plan: Plan) -> Tensor:
-        """Return this rank's columns of y, of all tokens."""
+        """Return this rank's columns of y for all tokens."""
         if bias is not None and self.front:
             bias = F.pad(bias, (self.front, 0))
         return self._without_front(super().fprop(x.wait(), w, bias, plan), 1)
@@ -168,7 +168,7 @@ class Colwise(_Parallel):
 
 
 class Rowwise(_Parallel):
-    """A weight cut along its inputs: every rank computes a partial sum of y."""
+    """The matmuls of a weight cut along its inputs: every rank computes a partial sum of y."""
 
     reduction: Reduction
 
@@ -176,15 +176,15 @@ class Rowwise(_Parallel):
         """Cast this rank's columns of x."""
         if self.part is not None and isinstance(x, BlockwiseFP8Tensor):
             raise ValueError(
-                f"the FP8 input {list(x.shape)} of a RowwiseParallel linear whose weight is cut "
-                f"off the grid of {plan.format.cols} inputs: pass the high-precision tensor"
+                f"the FP8 input {list(x.shape)} of a RowwiseParallel linear layer whose weight is "
+                f"cut off the grid of {plan.format.cols} inputs: pass the high-precision tensor"
             )
         behind = F.pad(x, (self.front, 0)) if self.front else x
         x_row, x_col = self.forms(behind, plan.format, plan.x_columnwise)
         return x_row, saved_of(x, x_col, plan)
 
     def fprop(self, x: Any, w: Quantized, bias: Tensor | None, plan: Plan) -> Tensor:
-        """Return the sum of all ranks, of this rank's tokens or of all."""
+        """Return the sum over all ranks, for this rank's tokens or for all tokens."""
         wire = self.reduction.wire(plan.out_dtype)
         partial = gemm(x, w, None, wire, plan.batch_invariant)
         if self.tokens is None:
@@ -193,15 +193,15 @@ class Rowwise(_Parallel):
             y = self.tokens.reduce_scatter(partial, self.reduction).wait()
         if bias is not None:
             y = y.float() + bias.float()
-        # a view of what was reduced could not be modified by the caller
+        # not a view, which the caller could not modify in place
         return torch.ops.aten._unsafe_view(y.to(plan.out_dtype), y.shape)
 
     def output_shape(self, shape: Sequence[int]) -> Sequence[int]:
-        """Return the shape of this rank's tokens, or of all."""
+        """Return the shape of this rank's tokens, or of all tokens."""
         return shape if self.tokens is None else self.tokens.part_shape(shape)
 
     def dbias(self, grad: Tensor, plan: Plan) -> Any:
-        """Begin to add the gradient of the bias, which every rank has whole, in fp32."""
+        """Begin to add the gradient of the bias in fp32; every rank has the whole bias."""
         own = sum_rows(grad, torch.float32)
         return ready(own) if self.tokens is None else self.reduction.all_reduce(own)
 
@@ -243,12 +243,12 @@ class Rowwise(_Parallel):
 
 
 def is_gathered_in_fp8(format: BlockFormat | None, tokens: TokenShards | None) -> bool:
-    """Return True if parts have the columnwise blocks of all tokens, in this format."""
+    """Return True if parts have the same columnwise blocks as all tokens, in this format."""
     return format is not None and (tokens is None or tokens.on_grid(format))
 
 
 def gather_saved(saved: Saved, plan: Plan, tokens: TokenShards | None) -> Pending[Any]:
-    """Begin to gather what wgrad reads of all tokens, from what forward saved."""
+    """Begin to gather what wgrad reads of all tokens, from the saved tensors of each rank."""
     x, scale = saved
     assert x is not None
     format = plan.x_columnwise
@@ -261,7 +261,7 @@ def gather_saved(saved: Saved, plan: Plan, tokens: TokenShards | None) -> Pendin
 
 
 def _cast_later(rows: Pending[Tensor], format: BlockFormat | None) -> Pending[Any]:
-    """Cast rows columnwise once they have arrived; None: leave them in high precision."""
+    """Cast gathered rows columnwise; with format None, leave them in high precision."""
     if format is None:
         return rows
     return Pending((), lambda: quantize_columnwise(rows.wait(), format))
@@ -279,7 +279,7 @@ class SharedGather:
         self._pending: Pending[Any] | None = None
 
     def begin(self, saved: Saved, plan: Plan, tokens: TokenShards | None) -> Pending[Any]:
-        """Begin :func:`gather_saved` for the first linear layer, and drop it after the last."""
+        """Begin :func:`gather_saved` for the first linear layer; drop the result after the last."""
         if self._pending is None:
             with kept_in_backward() if plan.tracing else nullcontext():
                 self._pending = gather_saved(saved, plan, tokens)

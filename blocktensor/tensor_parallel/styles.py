@@ -1,4 +1,4 @@
-"""The styles with which ``parallelize_module`` cuts FP8 linear layers between ranks."""
+"""Define the styles with which ``parallelize_module`` cuts FP8 linear layers between ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .parallel_forward import ColwiseForward, Layouts, ParallelForward, RowwiseF
 
 
 class _FP8Style(torch_styles.ParallelStyle):
-    """Base class of both styles: it replaces what torch's style, the next base, does to them."""
+    """The base class of both styles: it overrides what torch's styles do to linear layers."""
 
     input_layouts: tuple[Placement]
     output_layouts: tuple[Placement]
@@ -61,8 +61,8 @@ class ColwiseParallel(_FP8Style, torch_styles.ColwiseParallel):
     Every rank holds some rows of the weight and computes those columns of the output. With
     ``input_layouts=Shard(...)`` of tokens (sequence parallel), forward gathers the input as e4m3
     and scales, half the bytes of bf16; only this rank's tokens are saved, in FP8, and backward
-    gathers them beside the data gradient. Outputs and weight gradients equal those of one process,
-    bit for bit. The data gradient is a sum over ranks, reduced in high precision.
+    gathers them during dgrad. Outputs and weight gradients have the same bits as in one process.
+    The data gradient is a sum over ranks, reduced in high precision.
 
     If the tokens of a rank are no multiple of 128 (of each sequence of a batch, where tokens are
     cut within sequences), the input is gathered in its own dtype for the weight gradient.
@@ -72,16 +72,17 @@ class ColwiseParallel(_FP8Style, torch_styles.ColwiseParallel):
     Args:
         input_layouts: of a plain input: ``Replicate()`` (default), or ``Shard(dim)`` of tokens. All
             ranks hold equal parts.
-        output_layouts: ``Shard(-1)`` (default); others are made by DTensor, in high precision.
+        output_layouts: ``Shard(-1)`` (default); DTensor makes other layouts, in high precision.
         use_local_output: return plain tensors, not DTensors.
-        reduce_dtype: in which partial sums of the data gradient travel; default: the input's dtype.
-        in_rank_order: send every rank's partial sum unchanged and add them in fp32 in the order of
-            ranks. Slower; the bits then do not depend on the backend.
+        reduce_dtype: the dtype in which ranks send partial sums of the data gradient travel;
+            default: the input's dtype.
+        in_rank_order: send every partial sum unchanged and add them in fp32 in the order of ranks.
+            This is slower; the bits then do not depend on the backend.
 
     Raises:
         TypeError: ``reduce_dtype`` is not bf16, fp16 or fp32.
-        ValueError, NotImplementedError: from ``parallelize_module``, if the linear layer cannot be
-            cut (ranks hold equal parts; a frozen FP8 weight needs cuts at multiples of 128).
+        ValueError, NotImplementedError: in ``parallelize_module``, if the linear layer cannot be
+            cut (ranks must hold equal parts; a frozen FP8 weight needs cuts at multiples of 128).
     """
 
     _forward = ColwiseForward
@@ -93,9 +94,9 @@ class RowwiseParallel(_FP8Style, torch_styles.RowwiseParallel):
     Every rank holds some columns of the weight and computes a partial sum of the output, which is
     reduced in high precision. With ``output_layouts=Shard(...)`` of tokens (sequence parallel),
     each rank gets its tokens, and backward gathers the output's gradient as e4m3 and scales. Data
-    and weight gradients are those of one process, bit for bit; but if a rank's inputs are no
-    multiple of 128, its 128x128 blocks end with them, and only ``Recipe.deepseek()`` gives weight
-    gradients of the same bits.
+    and weight gradients have the same bits as in one process, with one exception: if a rank's
+    inputs are no multiple of 128, its last 128x128 blocks are smaller, and only
+    ``Recipe.deepseek()`` gives weight gradients with the same bits.
 
     If the tokens of a rank are no multiple of 128 (see :class:`ColwiseParallel`), the gradient is
     gathered in its own dtype too, for the weight gradient.
@@ -106,7 +107,8 @@ class RowwiseParallel(_FP8Style, torch_styles.RowwiseParallel):
         input_layouts: of a plain input: ``Shard(-1)`` (default); DTensor makes it of others.
         output_layouts: ``Replicate()`` (default), or ``Shard(dim)`` of tokens.
         use_local_output: return plain tensors, not DTensors.
-        reduce_dtype: in which partial sums of the output travel; default: the input's dtype.
+        reduce_dtype: the dtype in which ranks send partial sums of the output travel; default: the
+            input's dtype.
         in_rank_order: see :class:`ColwiseParallel`.
 
     Raises:
@@ -125,9 +127,9 @@ def checked_dtype(reduce_dtype: torch.dtype | None) -> torch.dtype | None:
 
 
 def _bind(forward: ParallelForward, module: nn.Linear) -> None:
-    """Give a linear layer a forward, which copies of it share and pass themselves to."""
+    """Give a linear layer a forward; copies of the layer share it and pass themselves."""
 
-    # Dynamo takes functions as methods, and no other callables
+    # Dynamo accepts functions as methods, but no other callables
     def parallel_forward(module: nn.Linear, input: Tensor) -> Tensor:
         return forward(module, input)
 
@@ -139,7 +141,7 @@ def _bind(forward: ParallelForward, module: nn.Linear) -> None:
 class _OfThisProcess:
     """An attribute that raises if its linear layer is pickled; copies of the layer share it.
 
-    ``pickle`` would write the forward by its name, under which no process finds it.
+    ``pickle`` would write the forward by its name, by which no other process can find it.
     """
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _OfThisProcess:
@@ -147,21 +149,21 @@ class _OfThisProcess:
 
     def __reduce__(self) -> NoReturn:
         raise NotImplementedError(
-            "a linear with ColwiseParallel or RowwiseParallel cannot be pickled, as torch.save("
-            "model) does: its forward and its mesh belong to this process. Save "
+            "a linear layer with ColwiseParallel or RowwiseParallel cannot be pickled, as "
+            "torch.save(model) does: its forward and its mesh belong to this process. Save "
             "get_model_state_dict(model) with torch.distributed.checkpoint, and load it into a "
             "model that is parallelized in any way"
         )
 
 
 def _cut_linear(module: nn.Linear, mesh: DeviceMesh, dim: int, src_data_rank: int | None) -> None:
-    """Replace the parameters of a linear layer by DTensors of which each rank holds its part.
+    """Replace the parameters of a linear layer by DTensors that are cut between ranks.
 
     Args:
         module: the linear layer.
-        mesh: of one dimension.
+        mesh: a mesh of one dimension.
         dim: 0 cuts the outputs of the weight, and the bias; 1 cuts the inputs.
-        src_data_rank: the rank of the mesh whose values all ranks take; None: each takes its own.
+        src_data_rank: the rank of the mesh whose values all ranks take; None: each keeps its own.
 
     Raises:
         ValueError: the mesh has several dimensions; a parameter is a DTensor already.
@@ -192,7 +194,7 @@ def _check(module: nn.Linear, mesh: DeviceMesh, dim: int) -> None:
     if type(module).forward is not nn.Linear.forward or "forward" in vars(module):
         raise NotImplementedError(
             f"tensor parallel of a {kind} with a forward of its own, which would not run: "
-            f"parallelize the nn.Linear that it calls, and each linear once"
+            f"parallelize the nn.Linear that it calls, and each linear layer once"
         )
     if set(module._parameters) - {"weight", "bias"} or module._parameters.get("weight") is None:
         raise NotImplementedError(
@@ -203,7 +205,7 @@ def _check(module: nn.Linear, mesh: DeviceMesh, dim: int) -> None:
         if local_of(parameter) is not None:
             raise ValueError(
                 f"the {name} of this {kind} is a DTensor already: call parallelize_module before "
-                f"fully_shard, and once for each linear"
+                f"fully_shard, and once for each linear layer"
             )
     _check_even(module.weight, mesh, dim)
 
@@ -222,15 +224,15 @@ def _check_even(weight: Tensor, mesh: DeviceMesh, dim: int) -> None:
         what = "outputs" if dim == 0 else "inputs"
         raise NotImplementedError(
             f"{kind} weight {list(weight.shape)} whose {size} {what} are cut between {ranks} "
-            f"ranks: expected a multiple of {ranks * edge}; leave this linear out of the plan of "
-            f"parallelize_module, or use fewer ranks"
+            f"ranks: expected a multiple of {ranks * edge}; leave this linear layer out of the "
+            f"plan of parallelize_module, or use fewer ranks"
         )
 
 
 def cut_parameter(
     parameter: Tensor, mesh: DeviceMesh, placement: Placement, src_data_rank: int | None
 ) -> Tensor:
-    """Return a DTensor of which this rank holds its part, in FP8 as the parameter was."""
+    """Cut a parameter between ranks, and return it as a DTensor; FP8 parameters stay FP8."""
 
     def cut(x: Tensor) -> Tensor:
         return distribute_tensor(x.detach(), mesh, [placement], src_data_rank=src_data_rank)
@@ -254,7 +256,7 @@ def cut_parameter(
 
 
 def _owned(x: Tensor) -> Tensor:
-    """Return the local part of a DTensor, contiguous and in its own memory."""
+    """Return a DTensor whose local part is contiguous and has its own memory."""
     local = local_of(x)
     assert local is not None
     if local.is_contiguous() and local.untyped_storage().nbytes() == local.nbytes:

@@ -1,9 +1,9 @@
-"""The part of an FP8 weight that a rank of a tensor parallel group holds.
+"""Cast the part of an FP8 weight that a rank of a tensor parallel group holds.
 
 A part that begins or ends inside a 128x128 block shares that block with other ranks. It takes the
-scale of the whole block, from one maximum over the group. Matmuls read it behind as many zeros as
-lie between the beginnings of the block and of the part. So it has the blocks, and the bits, of the
-whole weight. Zeros add nothing to a sum over them; results for them are cut off.
+scale of the whole block, from one maximum over the group. It is cast with zeros in front, which
+fill the first block up. So it has the same blocks and bits as in the whole weight. The zeros add
+nothing to sums, and their results are cut off.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from .collectives import all_reduce
 
 @dataclass(frozen=True)
 class WeightPart:
-    """A part of a weight that lies off the grid of blocks, on this rank or on another.
+    """A part of a weight that begins or ends inside a block, on this rank or on another.
 
     Attributes:
         group: of the ranks, which hold equal parts.
-        slice: where this rank's part lies in the whole.
+        slice: the place of this rank's part in the whole.
     """
 
     group: dist.ProcessGroup
@@ -43,11 +43,11 @@ class WeightPart:
 
     @property
     def front(self) -> int:
-        """Rows or columns of zeros in front of the part."""
+        """The number of rows or columns of zeros in front of the part."""
         return sum(self.slice.offsets)
 
     def cast(self, part: Tensor) -> Quantized:
-        """Cast a part and the zeros in front rowwise, with an all-reduce of 4 bytes a block."""
+        """Cast a part with zeros in front rowwise, with an all-reduce of 4 bytes for each block."""
         format, (row, col) = self.slice.format, self.slice.offsets
         shape = format.scale_shape(self.slice.shape)
         table = torch.zeros(shape, dtype=torch.float32, device=part.device)
@@ -62,9 +62,9 @@ class WeightPart:
         return Quantized(data, scale, format)
 
     def as_products_read(self, w: BlockwiseFP8Weight) -> BlockwiseFP8Weight:
-        """Return the part ``w``, whose FP8 forms are :meth:`cast`.
+        """Return the part ``w`` as a weight whose FP8 forms come from :meth:`cast`.
 
-        Its FP8 forms have the lifetimes that ``w.recipe`` says.
+        They live as long as ``w.recipe`` says.
         """
         master, cache = w.master, w.cache
         make = lambda: _PartCache(cache.master, cache.recipe, cache.counted, self)  # noqa: E731
@@ -89,7 +89,7 @@ class _PartCache(FP8Cache):
 def part_off_grid(
     shape: tuple[int, ...], dim: int, group: dist.ProcessGroup, format: BlockFormat
 ) -> WeightPart | None:
-    """Return this rank's part of a weight; None if parts begin and end where blocks do."""
+    """Return this rank's part of a weight; None if all parts consist of whole blocks."""
     each = shape[dim] // group.size()
     if each % format.block_shape[dim] == 0:
         return None
@@ -97,7 +97,7 @@ def part_off_grid(
 
 
 def read_part(w: Tensor, part: WeightPart | None, plan: Plan) -> WeightRead:
-    """Read a weight that may lie off the grid; see ``read_weight``."""
+    """Read a weight that may begin or end inside a block; see ``read_weight``."""
     if part is None:
         return read_weight(w, plan)
     assert isinstance(w, BlockwiseFP8Weight)

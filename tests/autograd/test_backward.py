@@ -187,8 +187,8 @@ def test_batched_gradients_are_refused_and_only_they(name: str) -> None:
     assert_expected_inline(
         text,
         """\
-NotImplementedError: torch.autograd.grad(..., is_grads_batched=True) through an FP8 linear,
-  whose casts take one gradient: call it once for each gradient, with retain_graph=True""",
+NotImplementedError: torch.autograd.grad(..., is_grads_batched=True) through an FP8 linear
+  layer, whose casts take one gradient: call it once for each gradient, with retain_graph=True""",
     )
     assert all(dt is not None for dt in torch.autograd.grad(y, leaves, grads[0]))
 

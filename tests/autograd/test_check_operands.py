@@ -28,12 +28,13 @@ def test_dtypes() -> None:
     assert_expected_inline(
         refused(*calls),
         """\
-TypeError: the input of an FP8 linear has dtype torch.int64: blocktensor casts torch.bfloat16,
-  torch.float16 and torch.float32 to FP8; convert it first, e.g. .to(torch.bfloat16)
-TypeError: the input of an FP8 linear has dtype torch.float8_e4m3fn: blocktensor casts
+TypeError: the input of an FP8 linear layer has dtype torch.int64: blocktensor casts
   torch.bfloat16, torch.float16 and torch.float32 to FP8; convert it first, e.g.
   .to(torch.bfloat16)
-TypeError: the weight of an FP8 linear has dtype torch.float64: blocktensor casts
+TypeError: the input of an FP8 linear layer has dtype torch.float8_e4m3fn: blocktensor casts
+  torch.bfloat16, torch.float16 and torch.float32 to FP8; convert it first, e.g.
+  .to(torch.bfloat16)
+TypeError: the weight of an FP8 linear layer has dtype torch.float64: blocktensor casts
   torch.bfloat16, torch.float16 and torch.float32 to FP8; convert it first, e.g.
   .to(torch.bfloat16)
 TypeError: the input is torch.bfloat16 and the weight torch.float16: convert one of them, or run
@@ -64,11 +65,11 @@ def test_shapes_and_devices() -> None:
     assert_expected_inline(
         refused(*calls),
         """\
-ValueError: the weight of an FP8 linear has 3 dimensions, shape [2, 256, 384]: expected 2;
+ValueError: the weight of an FP8 linear layer has 3 dimensions, shape [2, 256, 384]: expected 2;
   stacks of experts need grouped_mm
-ValueError: the weight of an FP8 linear has 1 dimensions, shape [384]: expected 2; stacks of
-  experts need grouped_mm
-ValueError: the input of an FP8 linear is a scalar: expected shape [..., K]
+ValueError: the weight of an FP8 linear layer has 1 dimensions, shape [384]: expected 2; stacks
+  of experts need grouped_mm
+ValueError: the input of an FP8 linear layer is a scalar: expected shape [..., K]
 ValueError: cannot quantize a scalar in 1x128 blocks: expected shape [..., K]
 ValueError: the weight has 1 dimensions, shape [384]: expected 2 or 3; FP8 weights are [N, K] or
   [E, N, K]
@@ -119,7 +120,7 @@ def test_blocks() -> None:
     assert_expected_inline(
         refused(*calls),
         """\
-ValueError: the input of an FP8 linear has blocks of (128, 128): expected (1, 128);
+ValueError: the input of an FP8 linear layer has blocks of (128, 128): expected (1, 128);
   blocktensor.quantize(x) makes them
 ValueError: block_shape (64, 64): expected (1, 128) (activations, gradients) or (128, 128)
   (weights)

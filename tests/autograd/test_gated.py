@@ -242,8 +242,8 @@ ValueError: mixed recipes: weights of one gated MLP have scale='fp32' and 'power
   them one recipe, or call functional.linear for each
 TypeError: the input is torch.float32 and the weight torch.bfloat16: convert one of them, or run
   under torch.autocast
-ValueError: w_gate has 255 features and there is no w_up: expected an even number, those of gate
-  and as many of up
+ValueError: w_gate has 255 features and there is no w_up: expected an even number, half for gate
+  and half for up
 ValueError: bias_up without w_up: give bias_gate the biases of both, gate first
 ValueError: cannot contract input [70, 256] with weight [136, 320]: K is 256 in one and 320 in
   the other
@@ -251,8 +251,8 @@ TypeError: w_down is a NoneType: expected a tensor (w_up alone may be None, wher
   gate and up)
 ValueError: offs ends 2 groups, and the weight [5, 320, 192] is a stack of 5 experts: expected
   one end for each
-ValueError: w_gate has 255 features and there is no w_up: expected an even number, those of gate
-  and as many of up""",
+ValueError: w_gate has 255 features and there is no w_up: expected an even number, half for gate
+  and half for up""",
     )
     assert rows.grad is None and stacks[0].grad is None
 

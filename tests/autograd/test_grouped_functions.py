@@ -228,7 +228,7 @@ ValueError: grouped_mm of [130, 192] by [3, 192, 144] needs offs: int32 [3], the
 NotImplementedError: grouped_mm with out_dtype torch.float32 for an input of torch.bfloat16:
   convert the result, or run under torch.autocast
 TypeError: offs has dtype torch.int64: expected torch.int32; use .to(torch.int32)
-NotImplementedError: a batched product of BlockwiseFP8Weight [3, 192, 144] by BlockwiseFP8Weight
+NotImplementedError: a batched matmul of BlockwiseFP8Weight [3, 192, 144] by BlockwiseFP8Weight
   [3, 144, 192] has no FP8 path: one operand must be a stack of FP8 experts [E, K, N], the other
   a batch [E, T, K] in high precision; call .dequantize(), or .high_precision() of a
   BlockwiseFP8Weight, to compute in high precision

@@ -266,12 +266,12 @@ def test_an_fp8_input_and_an_fp8_gradient() -> None:
             lambda: y.backward(fp8_grad, retain_graph=True),
         ),
         """\
-ValueError: the input of a grouped FP8 linear is FP8 already, and its columnwise blocks, which
-  the gradient of the weight needs, ignore the groups: pass the high-precision tensor;
+ValueError: the input of a grouped FP8 linear layer is FP8 already, and its columnwise blocks,
+  which the gradient of the weight needs, ignore the groups: pass the high-precision tensor;
   share_inputs(model) casts it once for several weights
-NotImplementedError: a gradient of a grouped FP8 linear that is FP8 already: its columnwise
-  blocks, which the gradient of the weight needs, ignore the groups; pass it in high precision
-  (.dequantize())""",
+NotImplementedError: a gradient of a grouped FP8 linear layer that is FP8 already: its
+  columnwise blocks, which the gradient of the weight needs, ignore the groups; pass it in high
+  precision (.dequantize())""",
     )
 
 
@@ -382,11 +382,11 @@ def test_bad_input() -> None:
     assert_expected_inline(
         refused(*calls),
         """\
-ValueError: the weight of a grouped FP8 linear has 2 dimensions, shape [144, 192]: expected 3;
-  stacks of experts are [E, N, K]; a matrix needs functional.linear
-ValueError: the input of a grouped FP8 linear has 3 dimensions, shape [1, 270, 192]: expected 2;
-  flatten tokens to [T, K]
-TypeError: the input of a grouped FP8 linear has dtype torch.float64: blocktensor casts
+ValueError: the weight of a grouped FP8 linear layer has 2 dimensions, shape [144, 192]:
+  expected 3; stacks of experts are [E, N, K]; a matrix needs functional.linear
+ValueError: the input of a grouped FP8 linear layer has 3 dimensions, shape [1, 270, 192]:
+  expected 2; flatten tokens to [T, K]
+TypeError: the input of a grouped FP8 linear layer has dtype torch.float64: blocktensor casts
   torch.bfloat16, torch.float16 and torch.float32 to FP8; convert it first, e.g.
   .to(torch.bfloat16)
 ValueError: cannot contract input [270, 191] with weight [5, 144, 192]: K is 191 in one and 192
@@ -398,10 +398,10 @@ ValueError: the input is on cpu and offs on meta: move them to one device
 ValueError: the bias has shape [144]: expected [5, 144], one entry for each output column
 TypeError: the input is torch.float32 and the weight torch.bfloat16: convert one of them, or run
   under torch.autocast
-ValueError: the weight of a grouped FP8 linear has blocks of (1, 128): expected (128, 128)
+ValueError: the weight of a grouped FP8 linear layer has blocks of (1, 128): expected (128, 128)
 ValueError: mixed recipes: one operand was cast with Recipe(scale='power_of_two'), the other
   with Recipe(scale='fp32'); cast both with one recipe, e.g. blocktensor.quantize(x,
   recipe=weight.recipe)
-NotImplementedError: an FP8 linear of a nested tensor: call it on .values() of a jagged tensor,
-  or on a padded one""",
+NotImplementedError: an FP8 linear layer of a nested tensor: call it on .values() of a jagged
+  tensor, or on a padded one""",
     )

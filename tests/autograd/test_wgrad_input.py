@@ -228,6 +228,6 @@ def test_a_gradient_in_fp8_in_squares_is_refused() -> None:
     assert_expected_inline(
         refused(lambda: y.backward(grad, retain_graph=True)),
         """\
-ValueError: a columnwise form in 128x128 blocks where an FP8 linear reads 1x128: pass the tensor
-  in high precision, or cast gradients with blocktensor.quantize(grad, Recipe.deepseek())""",
+ValueError: a columnwise form in 128x128 blocks where an FP8 linear layer reads 1x128: pass the
+  tensor in high precision, or cast gradients with blocktensor.quantize(grad, Recipe.deepseek())""",
     )

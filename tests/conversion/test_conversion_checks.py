@@ -96,7 +96,7 @@ A_STR = f"recipe='power_of_two' is a str: {A_RECIPE}(scale='power_of_two')"
             ValueError,
             {"skip": ["*.nothing"]},
             "skip pattern '*.nothing' matches no weight of this Model that could be converted: "
-            "expected a pattern of the names of linears or modules above them; names of such "
+            "expected a pattern of the names of linear layers or modules above them; names of such "
             "weights end in up, down, lm_head",
         ),
     ],
@@ -361,7 +361,7 @@ def test_convert_and_freeze_know_other_holders(kind: str, frozen: bool) -> None:
         assert reasons(report)["0"] == ("tied to embedding '2'" if kind == "Embedding" else why)
     elif kind == "Module":  # which may be anything
         assert isinstance(holder.weight, BlockwiseFP8Weight)
-        assert reasons(report) == {"2": "not the weight of a linear: in Module; tied to '0'"}
+        assert reasons(report) == {"2": "not the weight of a linear layer: in Module; tied to '0'"}
     else:
         model[0].apply(apply)
     if not frozen:

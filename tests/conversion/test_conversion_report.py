@@ -54,30 +54,30 @@ def test_every_matrix_has_a_row() -> None:
         str(convert(every_matrix(), skip_small=False)),
         """\
 parameter                               shape     dtype    share  runs in  why
---------------------------------------  --------  -------  -----  -------  ---------------------------------------------------------------
+--------------------------------------  --------  -------  -----  -------  ---------------------------------------------------------------------
 embed                                   50x64     float32  1.7%   -        embedding
 same                                    50x64     float32  -      -        tied to 'embed'
 bag                                     10x64     float32  0.3%   -        embedding
 layers.*.fc1 (2)                        64x64     float32  4.3%   fp8      trainable
 layers.*.experts.gate_up_proj (2)       4x128x64  float32  34.5%  -        stack of matrices: in Experts; stacks={...} would name it
 layers.*.experts.down_proj (2)          4x64x64   float32  17.3%  -        stack of matrices: in Experts; stacks={...} would name it
-layers.*.experts.router (2)             4x64      float32  0.3%   -        not the weight of a linear: in Experts
-attention.in_proj_weight                192x64    float32  6.5%   -        nn.MultiheadAttention multiplies by it without calling a linear
+layers.*.experts.router (2)             4x64      float32  0.3%   -        not the weight of a linear layer: in Experts
+attention.in_proj_weight                192x64    float32  6.5%   -        nn.MultiheadAttention multiplies by it without calling a linear layer
 attention.out_proj                      64x64     float32  2.2%   -        nn.MultiheadAttention multiplies by it without calling it
 conv1d                                  64x192    float32  6.5%   fp8      trainable (Conv1D)
 conv                                    64x3x4x4  float32  1.6%   -        convolution
 mixed                                   64x64     float32  2.2%   fp8      trainable (subclass Mixed)
-mixed.lora_a                            4x64      float32  0.1%   -        not the weight of a linear: in Mixed
+mixed.lora_a                            4x64      float32  0.1%   -        not the weight of a linear layer: in Mixed
 norm.parametrizations.weight.original0  64x1      float32  <0.1%  -        parametrized: a weight is computed from it
 norm.parametrizations.weight.original1  64x64     float32  2.2%   -        parametrized: a weight is computed from it
 tied                                    64x64     float32  -      fp8      tied to 'mixed'
-rnn.weight_ih_l0                        256x64    float32  8.6%   -        not the weight of a linear: in LSTM
-rnn.weight_hh_l0                        256x64    float32  8.6%   -        not the weight of a linear: in LSTM
+rnn.weight_ih_l0                        256x64    float32  8.6%   -        not the weight of a linear layer: in LSTM
+rnn.weight_hh_l0                        256x64    float32  8.6%   -        not the weight of a linear layer: in LSTM
 lazy                                    ?         float32  -      -        convolution
 wide                                    64x64     float64  2.2%   -        dtype torch.float64
 lm_head                                 50x64     float32  -      -        tied to embedding 'embed'
-alias.positions                         1x5x64    float32  0.2%   -        not the weight of a linear: in Module
-alias.of_tied                           64x64     float32  -      -        not the weight of a linear: in Module; tied to 'mixed'
+alias.positions                         1x5x64    float32  0.2%   -        not the weight of a linear layer: in Module
+alias.of_tied                           64x64     float32  -      -        not the weight of a linear layer: in Module; tied to 'mixed'
 5 converted, 22 skipped; 12.9% of 189,824 parameters in FP8; 751.5 KiB before, 775.5 KiB with FP8 forms""",  # noqa: E501
     )
 
@@ -137,7 +137,8 @@ def test_what_takes_another_recipe_is_not_small() -> None:
 
 
 def test_a_tied_linear_counts_once() -> None:
-    why = "small: linears with N K >= 8388608 have 14680064 on average < 16777216 (skip_small)"
+    sizes = "N K >= 8388608 have 14680064 on average < 16777216"
+    why = f"small: linear layers with {sizes} (skip_small)"
     for tied, left in (("large", {"small"}), ("small", {"small", "also"})):
         size = (5120, 4096) if tied == "large" else (4096, 2048)
         model = linears({"large": (5120, 4096), "small": (4096, 2048), "also": size})
@@ -176,7 +177,7 @@ left alone: embedding (1), filter (4), lm head (1)""",
         """\
 no weight of this Sequential is in FP8: stacks={'1': ['gate_up_proj', 'down_proj']}
 names experts that convert does not know. Matrices left alone: embedding (1), stack
-of matrices (2), not the weight of a linear (1)""",
+of matrices (2), not the weight of a linear layer (1)""",
     )
     assert warning(nn.Sequential()).endswith("Matrices left alone: none")
 

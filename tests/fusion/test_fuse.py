@@ -130,13 +130,13 @@ layers.1.mlp      MLP    down_proj(silu(gate_proj(x)) * up_proj(x))  up_proj has
     assert_expected_inline(
         str(fuse(converted(nn.Sequential(nn.Linear(K, K))))),
         """\
-no gated MLP of known names was found, and no norm that linears read: call
+no gated MLP of known names was found, and no norm that linear layers read: call
 functional.gated_mlp, functional.gated_experts or quantize in your own forward""",
     )
 
 
 def test_bad_input() -> None:
-    with pytest.raises(ValueError, match=r"^no linear of this Model is in FP8, .* convert it"):
+    with pytest.raises(ValueError, match=r"^no linear layer of this Model is in FP8, .* convert"):
         fuse(Model())
     model = converted(Model())
     with pytest.raises(TypeError, match=r"^recompute='yes': expected True or False"):

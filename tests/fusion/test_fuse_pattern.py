@@ -114,15 +114,15 @@ def test_modules_that_are_no_gated_mlp_by_their_looks() -> None:
     assert_expected_inline(
         "\n".join(why_left_alone(model) for model in models),
         """\
-has more than linears and an activation: scale
-has more than linears and an activation: limit
-has more than linears and an activation: drop
-has more than linears and an activation: act_fn
-has more than linears and an activation: act_fn
+has more than linear layers and an activation: scale
+has more than linear layers and an activation: limit
+has more than linear layers and an activation: drop
+has more than linear layers and an activation: act_fn
+has more than linear layers and an activation: act_fn
 up_proj is not in FP8
 up_proj is a Identity, not an nn.Linear
 its forward was replaced on the instance
-its linears have scale='fp32' and 'power_of_two'
+its linear layers have scale='fp32' and 'power_of_two'
 weight gradients read high precision (wgrad_input='high_precision')
 gate_proj has hooks
 act_fn has hooks

@@ -93,7 +93,7 @@ def test_the_report() -> None:
     assert_expected_inline(
         str(report),
         """\
-module        linears         casts  saved
+module        linear layers   casts  saved
 ------------  --------------  -----  -----
 layers.* (2)  q, k, v, o      2      2
 mlp           gate, up, down  2      1
@@ -269,8 +269,8 @@ def test_nothing_to_share() -> None:
     assert_expected_inline(
         complaint(ValueError, lambda: share_inputs(Qkv())),
         """\
-no linear of this Qkv is in FP8, so there is no cast to share: convert it first with
-blocktensor.convert(model)""",
+no linear layer of this Qkv is in FP8, so there is no cast to share: convert it
+first with blocktensor.convert(model)""",
     )
     assert share_inputs(converted(nn.Linear(K, N))).groups == ()
 
@@ -281,7 +281,7 @@ blocktensor.convert(model)""",
 SIZES = torch.tensor([3, 0, 129, 8])
 TOKENS = randn(140, 128, grad=True)
 REPORT = """\
-module   linears                 casts  saved
+module   linear layers           casts  saved
 -------  ----------------------  -----  -----
 (model)  w1_EFD, w2_EDF, w3_EFD  6      3
 1 groups; 6 casts made, 3 saved"""

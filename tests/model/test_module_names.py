@@ -130,11 +130,11 @@ TypeError: skip=5 is a int: expected a list of patterns, e.g. ['*.router']
 TypeError: skip holds Linear(in_features=64, out_features=50, bias=True), a Linear: expected
   patterns of module names, e.g. ['*.router']
 ValueError: skip pattern 'model.heads' matches no weight of this ModuleDict that could be
-  converted: expected a pattern of the names of linears or modules above them; names of such
-  weights end in up, down, lm_head, w2_EDF
+  converted: expected a pattern of the names of linear layers or modules above them; names of
+  such weights end in up, down, lm_head, w2_EDF
 ValueError: skip pattern '*.embed' matches no weight of this ModuleDict that could be converted:
-  expected a pattern of the names of linears or modules above them; names of such weights end in
-  up, down, lm_head, w2_EDF
+  expected a pattern of the names of linear layers or modules above them; names of such weights
+  end in up, down, lm_head, w2_EDF
 TypeError: stacks=[('*.a', ['up'])] is a list: expected patterns of module names with the names
   of their stacks, e.g. {'*.experts': ['w1', 'w2']}
 TypeError: stacks has 'a': 'up': expected a pattern with a list of the names of stacks, e.g.
@@ -158,5 +158,5 @@ ValueError: stacks names 'up' of 'attention', which has no such parameter: its p
   in_proj_weight, in_proj_bias
 ValueError: stacks names 'up' of '', which has no such parameter: its parameters are none
 ValueError: skip pattern 'x' matches no weight of this ReLU that could be converted: expected a
-  pattern of the names of linears or modules above them; names of such weights end in none""",
+  pattern of the names of linear layers or modules above them; names of such weights end in none""",
     )

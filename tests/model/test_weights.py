@@ -130,7 +130,7 @@ def test_weights_of_other_libraries_are_left_alone() -> None:
         "5.gate_up_proj": "experts without a shape yet",
         "5.down_proj": "experts in a Theirs, a type of another library",
         "5.gate_up_proj_bias": "bias of experts",
-        **dict.fromkeys(["5.table", "5.late"], "not the weight of a linear: in Flagged"),
+        **dict.fromkeys(["5.table", "5.late"], "not the weight of a linear layer: in Flagged"),
     }
 
 
@@ -165,10 +165,10 @@ fused.w13_EF2D                3x256x2x128  float32  12.0%  -        experts with
 fused.extra                   3x256x128    float32  6.0%   -        stack of matrices: in Fused; stacks={...} would name it
 unknown.up                    3x256x128    float32  6.0%   -        stack of matrices: in Unknown; stacks={...} would name it
 unknown.down                  3x128x256    float32  6.0%   -        stack of matrices: in Unknown; stacks={...} would name it
-unknown.table                 3x128        float32  <0.1%  -        not the weight of a linear: in Unknown
+unknown.table                 3x128        float32  <0.1%  -        not the weight of a linear layer: in Unknown
 named.up                      3x256x128    float32  6.0%   fp8      trainable (experts, E x N x K: E=3, N=256, K=128)
 named.down                    3x128x256    float32  6.0%   fp8      trainable (experts, E x N x K: E=3, N=128, K=256)
-named.table                   3x128        float32  <0.1%  -        not the weight of a linear: in Unknown
+named.table                   3x128        float32  <0.1%  -        not the weight of a linear layer: in Unknown
 10 converted, 11 skipped; 62.8% of 1,642,752 parameters in FP8; 6.3 MiB before, 6.9 MiB with FP8 forms""",  # noqa: E501
     )
     assert set(fp8_names(model)) == {entry.name for entry in report.converted}

@@ -192,7 +192,7 @@ def test_a_step_of_ones_own() -> None:
 
 def test_no_products() -> None:
     report = audit(nn.ReLU(), X)
-    assert str(report) == "no matrix product ran"
+    assert str(report) == "no matmul ran"
     assert (report.entries, report.fp8_share, report.flops) == ((), 0, 0)
 
 

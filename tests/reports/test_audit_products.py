@@ -175,7 +175,7 @@ def test_flops_of_a_network_are_those_of_torchs_counter() -> None:
 
 
 def test_ops_that_hide_their_products_are_named() -> None:
-    model, x, hidden = nn.Sequential(nn.LSTM(8, 8)), torch.ones(3, 2, 8), "may run products that"
+    model, x, hidden = nn.Sequential(nn.LSTM(8, 8)), torch.ones(3, 2, 8), "may run matmuls that"
     report = audit_step(model, lambda: torch.cond(x.sum() > 0, lambda x: x @ x.mT, torch.bmm, (x,)))
     assert report.notes == (f"{hidden} are not shown: cond in (model)",)
     with torch.no_grad():

@@ -89,10 +89,10 @@ def test_what_the_error_says(operands: Operands) -> None:
     assert_expected_inline(
         complaint(NotImplementedError, lambda: functional.linear(operands.d, operands.w)),
         """\
-the input of an FP8 linear is a DTensor [8, 192], (Replicate(),): expected a local
-tensor. Pass .full_tensor(), or .to_local() of one with Replicate(); or cut the
-linears with ColwiseParallel and RowwiseParallel of blocktensor.distributed, which
-take DTensors""",
+the input of an FP8 linear layer is a DTensor [8, 192], (Replicate(),): expected a
+local tensor. Pass .full_tensor(), or .to_local() of one with Replicate(); or cut
+the linear layers with ColwiseParallel and RowwiseParallel of
+blocktensor.distributed, which take DTensors""",
     )
 
 

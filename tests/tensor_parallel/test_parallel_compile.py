@@ -265,19 +265,21 @@ def test_other_products_of_a_prepared_input_are_refused(mesh: DeviceMesh, fp8: b
         convert(other, skip_small=False)
     model[0].add_module("other", other)
     model[0].forward = MethodType(lambda mlp, x: mlp.other(x), model[0])
-    refused = pytest.raises(Exception, match="a product that is not one of ColwiseParallel")
+    refused = pytest.raises(Exception, match="a matmul of a layer without ColwiseParallel")
     with fresh(), refused:
         torch.compile(model, **EAGERLY)(rows(mesh)[0])
 
 
-@pytest.mark.parametrize("what", ["inputs of tensor parallel linears", "tensor parallel linears"])
+@pytest.mark.parametrize(
+    "what", ["inputs of tensor parallel linear layers", "tensor parallel linear layers"]
+)
 @on_ranks(2, gpus=())
 def test_ranks_that_disagree(mesh: DeviceMesh, what: str) -> None:
     """They compare while the first forward is traced."""
     started = time.monotonic()
     recipe = (Recipe(), Recipe(scale="power_of_two"))[mesh.get_local_rank()]
     module: nn.Module
-    if what == "tensor parallel linears":
+    if what == "tensor parallel linear layers":
         module = parallelize_module(converted(recipe=recipe), mesh, ColwiseParallel())
         x = drawn((128, 256), torch.bfloat16, 1)
     else:

@@ -168,7 +168,7 @@ def test_what_cannot_be_cut_raises(mesh: DeviceMesh) -> None:
         for module, message in (
             (odd, "expected a multiple of 2;"),
             (frozen, r"a frozen FP8 weight .* a multiple of 256;"),
-            (parallelize_module(converted(), mesh, style), "and each linear once"),
+            (parallelize_module(converted(), mesh, style), "and each linear layer once"),
         ):
             with pytest.raises(NotImplementedError, match=message):
                 parallelize_module(module, mesh, style)
@@ -238,7 +238,8 @@ def test_ranks_that_disagree(mesh: DeviceMesh, what: str) -> None:
             convert(module, skip_small=False)
         style = ColwiseParallel(input_layouts=Shard(0), use_local_output=is_local)
         parallelize_module(module, mesh, style)
-        with pytest.raises(RuntimeError, match=r"^ranks disagree on tensor parallel linears: rank"):
+        text = r"^ranks disagree on tensor parallel linear layers: rank"
+        with pytest.raises(RuntimeError, match=text):
             module(drawn((128, 256), BF16, 1))
     else:
         model = parallel_block(mesh, recipe=None)

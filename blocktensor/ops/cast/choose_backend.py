@@ -20,7 +20,7 @@ from ..runtime.triton_compat.versions import tried
 
 @dataclass(frozen=True)
 class CastProblem:
-    """The tensor that is read, and the format that is written or read.
+    """The tensor that a cast op reads, and the format that it writes or reads.
 
     Attributes:
         columnwise_format: of the columnwise form, where both are written; else None.
@@ -41,8 +41,8 @@ def _gluon_unusable(device: torch.device) -> str | None:
 
 @tried
 def casts_fail(device: torch.device) -> str | None:
-    """Return how casts in Gluon differ from the reference; None if not a byte does."""
-    from . import gluon_128x128, gluon_columnwise  # need Triton
+    """Return how casts in Gluon differ from the reference; None if all bytes are equal."""
+    from . import gluon_128x128, gluon_columnwise  # these imports need Triton
 
     x = torch.linspace(-3, 3, 304 * 384).view(304, 384).bfloat16()
     on_gpu = x.to(device)
@@ -100,14 +100,14 @@ _TRITON = (
     "cast.triton_128x128",
 )
 _GLUON = "cast.gluon_128x128", "cast.gluon_columnwise:casts"
-# Rowwise casts of 1x128 blocks, transposes, dequantize and casts of parts gain nothing in Gluon.
+# Rowwise casts of 1x128 blocks, transposes, dequantize and casts of parts are no faster in Gluon.
 
 CAST_BACKENDS: tuple[Backend[CastProblem], ...] = (
     Backend("gluon", (*_GLUON, *_TRITON), _gluon_unusable, _gluon_declines),
     Backend("triton", _TRITON, lacks_triton, _triton_declines),
     Backend("reference", ("reference",), launches=False),
 )
-"""In order of preference; the reference takes every problem."""
+"""All backends, best first; the reference takes every problem."""
 
 
 def cast_backend(

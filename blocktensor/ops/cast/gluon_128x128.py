@@ -1,4 +1,4 @@
-"""Casts in 128x128 blocks, with or without their transpose, on 32-bit words of elements."""
+"""Cast in 128x128 blocks, with or without the transpose, on 32-bit words of elements."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class Stack(NamedTuple):
     """Sizes of the matrices, for kernels; columns and strides are in units of words.
 
     Attributes:
-        programs: one a block.
-        unit: words of a unit: as many as one instruction can load of every row.
+        programs: the number of programs, one for each block.
+        unit: the number of words that one instruction can load, in every row.
         stride_e, stride_n: from one matrix to the next, and from one row.
     """
 
@@ -57,7 +57,7 @@ class Stack(NamedTuple):
 
 
 def stack_of(x: Tensor) -> Stack:
-    """Lay out ``x``: one matrix or a stack of them, whose rows are whole words of unit stride."""
+    """Describe ``x``, a matrix or a stack of them, whose rows are whole words of unit stride."""
     n, k = x.shape[-2:]
     matrices, stride_e = (x.shape[0], x.stride(0)) if x.ndim == 3 else (1, 0)
     blocks_n, blocks_k = num_blocks(n), num_blocks(k)

@@ -1,4 +1,4 @@
-"""Columnwise casts, alone or with the rowwise cast of the same read: one program a tile."""
+"""Cast columnwise, or columnwise and rowwise from one read: one program for each tile."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def cast_columnwise_kernel(
     # block lies in one of `groups` groups and fills one of `col_blocks` whole blocks there. With
     # SQUARE, the tile is one block of the columnwise form; col_scale_ld is the distance of
     # neighbours along K then, else along M. With COMPUTE (producer.py), the tile is computed from
-    # those of x, y and z, and of two PARTS the second has other outputs.
+    # tiles of x, y and z, and the second of two PARTS has other outputs.
     DTYPE: gl.constexpr = x_ptr.dtype.element_ty
     PER_WORD: gl.constexpr = per_word(DTYPE)
     WORDS: gl.constexpr = 128 // PER_WORD
@@ -123,13 +123,14 @@ def cast_columnwise_kernel(
 def _threads(
     x: Tensor, unit_k: int, row: bool, col: BlockFormat, producer: Producer
 ) -> tuple[int, dict[str, int]]:
-    # Rows of a thread's patch, and options. Without a limit, fewer programs fit on an SM.
+    # Rows of a thread's patch, and compiler options. Without a register limit, fewer programs fit
+    # on an SM.
     per_word = 4 // x.element_size()
     if producer.compute is None:
         limit = {"maxnreg": 128} if row and unit_k > 1 else {}
         return 16, {"num_warps": 8 // per_word, "enable_fp_fusion": True, **limit}
-    # A thread holds its patch of every source, and the steps of the computation: more warps share a
-    # tile than of a cast alone. The limits are the fastest of docs/experiments/producers.md.
+    # A thread holds its patch of every source, and intermediate results: more warps share a tile
+    # than in a plain cast. The limits are the fastest of docs/experiments/producers.md.
     from_three = len(producer.more) == 2
     few = x.dtype == torch.bfloat16 and not col.power_of_two
     if per_word == 2 and not from_three and unit_k > 1 and few:
@@ -156,7 +157,7 @@ def plan_columnwise(
 ) -> Launch:
     """Plan the launch that casts ``x[M, K]`` into ``col`` and, unless None, ``row``.
 
-    With ``offs``, by groups; or of what ``producer`` makes of ``x``.
+    With ``offs``, by groups. With ``producer``, cast what it computes from ``x``.
     """
     k, m = col.data.shape
     assert m % VECTOR_BYTES == 0

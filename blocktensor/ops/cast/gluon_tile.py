@@ -1,4 +1,4 @@
-"""The cast of a tile in registers: columnwise, or rowwise and columnwise, stored from registers.
+"""Cast a tile in registers, columnwise or both ways, and store it from registers.
 
 Only block maxima and values derived from them pass between threads, through shared memory and two
 barriers: each thread's maxima of its patch (gluon_words.py), then the scale of each block.
@@ -144,7 +144,7 @@ def cast_tile(
         else:
             amax = largest(magnitude.reshape([128 * WORDS]), 0, DTYPE)
             amax = fp32_bits(larger_half(amax, DTYPE), DTYPE)
-    if MAYBE_TINY:  # rare: elements are multiplied by pre before a cast, and back between two casts
+    if MAYBE_TINY:  # rare: multiply elements by pre before a cast, and undo it between two casts
         if SQUARE and not ROWWISE:
             tiny = (amax > 0) & (amax < TINY_BITS)
         else:  # with SQUARE, a tiny tile has a tiny row

@@ -1,11 +1,11 @@
-"""A 128x128 tile in patches of words: layouts of its registers, and arithmetic on words.
+"""Hold a 128x128 tile in patches of words: layouts of its registers, and arithmetic on words.
 
 A word is 32 bits of a row: two 16-bit elements, or one of fp32. A thread holds a patch of some rows
 by 4 words. Its bytes of a row lie in neighbouring registers and, after the registers are renamed at
 no cost, so do its bytes of a column: no element passes between threads.
 
-The arithmetic is that of ``numerics.py``. It is in PTX where a whole chain from words to bytes must
-stay together: Triton emits each operation for all elements before the next operation, and all
+The arithmetic is the same as in ``numerics.py``. It is in PTX where all steps from words to bytes
+must stay together: Triton emits each operation for all elements before the next operation, and all
 elements in fp32 take twice the registers.
 """
 
@@ -17,13 +17,13 @@ from triton.experimental.gluon import language as gl
 
 @gluon.constexpr_function
 def per_word(dtype):
-    """Return elements a word."""
+    """Return the number of elements in a word."""
     return 32 // dtype.primitive_bitwidth
 
 
 @gluon.constexpr_function
 def patch_layouts(dtype, rows, lanes_down, num_warps):
-    """Return layouts of a tile's words, by row and by column, and of its 128 columns.
+    """Return the layouts of a tile's words, by row and by column, and of its 128 columns.
 
     A patch has ``rows`` rows. ``lanes_down`` lanes of a warp lie down the tile, the others across.
     The layouts by row and by column differ only in the order of a thread's registers.
@@ -103,9 +103,9 @@ def _cast_ptx(dtype, method, by_row):
 
 @gluon.jit
 def bytes_by_row(words, r, e, METHOD: gl.constexpr, DTYPE: gl.constexpr):
-    """Return bytes of words laid out by row (of fp32, also by column), a word's as one number.
+    """Return the bytes of words laid out by row (fp32: also by column), one number for each word.
 
-    ``METHOD``: that of ``numerics.quotient``, or "exact" for power-of-two scales.
+    ``METHOD``: the method of ``numerics.quotient``, or "exact" for power-of-two scales.
     """
     PTX: gl.constexpr = _cast_ptx(DTYPE, METHOD, True)
     if DTYPE == gl.float32:
@@ -141,7 +141,7 @@ def bytes_by_column(words, r, e, METHOD: gl.constexpr, DTYPE: gl.constexpr):
 
 @gluon.jit
 def of_words(columns, LAYOUT: gl.constexpr, DTYPE: gl.constexpr):
-    """Split values of 128 columns into those of the first and of the second elements of words."""
+    """Split values of 128 columns into those for the first and for the second elements of words."""
     WORDS: gl.constexpr = gl.SliceLayout(0, LAYOUT)
     if DTYPE == gl.float32:
         first = gl.convert_layout(columns, WORDS, assert_trivial=True)[None, :]
@@ -154,7 +154,7 @@ def of_words(columns, LAYOUT: gl.constexpr, DTYPE: gl.constexpr):
 
 @gluon.jit
 def times(words, by, DTYPE: gl.constexpr):
-    """Multiply words (not of fp16) by two powers of two, for first and second elements: exact."""
+    """Multiply words (not fp16) exactly by two powers of two, for first and second elements."""
     if DTYPE == gl.float32:
         return (words.to(gl.float32, bitcast=True) * by[0]).to(gl.int32, bitcast=True)
     else:
@@ -170,7 +170,7 @@ def times(words, by, DTYPE: gl.constexpr):
 
 @gluon.jit
 def magnitudes(words, DTYPE: gl.constexpr):
-    """Return |x| of words. As integers they are ordered like |x|, NaN above Inf."""
+    """Return |x| of words, as integers in the same order as |x|, NaN above Inf."""
     if DTYPE == gl.float32:
         return words & 0x7FFFFFFF
     else:
@@ -179,7 +179,7 @@ def magnitudes(words, DTYPE: gl.constexpr):
 
 @gluon.jit
 def largest(words, AXIS: gl.constexpr, DTYPE: gl.constexpr):
-    """Return maxima of words along an axis: with two elements a word, of each of them."""
+    """Return the maxima of words along an axis, separately for both elements of a word."""
     if DTYPE == gl.float32:
         return gl.reduce(words, AXIS, larger)
     else:
@@ -200,7 +200,7 @@ def _larger_halves(a, b):
 
 @gluon.jit
 def larger_half(words, DTYPE: gl.constexpr):
-    """Return the larger of each word's two elements, in 16 bits; of fp32, the word."""
+    """Return the larger of the two elements of each word, in 16 bits; for fp32, the word itself."""
     if DTYPE == gl.float32:
         return words
     else:
@@ -209,7 +209,7 @@ def larger_half(words, DTYPE: gl.constexpr):
 
 @gluon.jit
 def fp32_bits(bits, DTYPE: gl.constexpr):
-    """Return the bits in fp32 of numbers given by their bits in ``DTYPE``."""
+    """Convert the bits of numbers in ``DTYPE`` to their bits in fp32."""
     if DTYPE == gl.float32:
         return bits
     else:

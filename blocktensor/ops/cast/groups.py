@@ -1,4 +1,4 @@
-"""Blocks of tokens in groups: rows on the device, grids and outputs of casts on the host."""
+"""Find blocks of tokens in groups on the device; plan grids and outputs of casts on the host."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def rows_of_block(block, offs_ptr, groups, tokens, GROUPS: tl.constexpr):
 
 @triton.jit
 def place(block, group, begin, end, tokens):
-    # `begin` and `end` of each group, zeros beyond the last one. Blocks after those of all groups
-    # hold the rows of no group. Returns the first row, the rows left, whether they are of a group,
-    # and which. Every program makes this search: a number that it does not use costs nothing.
+    # `begin` and `end` of each group, zeros beyond the last one. Blocks after the last group's hold
+    # the rows of no group. Returns the first row, the rows left, whether they are of a group, and
+    # which. Every program makes this search: a number that it does not use costs nothing.
     end = tl.maximum(tl.minimum(end, tokens), 0)
     begin = tl.maximum(tl.minimum(begin, end), 0)
     blocks = (end - begin + 127) // 128
@@ -44,7 +44,7 @@ def place(block, group, begin, end, tokens):
 
 
 Planner = Callable[..., Launch]
-"""Plans the cast of a tensor into a rowwise and a columnwise form, one of which may be None.
+"""A function that plans the cast of a tensor into a rowwise and a columnwise form; one may be None.
 
 With the ends of groups of rows as the fourth argument, blocks of the columnwise form begin anew in
 every group.
@@ -52,12 +52,12 @@ every group.
 
 
 def padded_groups(groups: int) -> int:
-    """Return the size of a tensor of ``groups`` numbers on the device; 0 for none."""
+    """Return ``groups`` rounded up to the size of a vector in kernels; 0 without groups."""
     return max(32, triton.next_power_of_2(groups)) if groups else 0
 
 
 def blocks_of(x: Tensor, groups: int, rowwise: bool) -> int:
-    """Return the most blocks that the rows of ``x`` take; rowwise, with rows of no group."""
+    """Return the most blocks that the rows of ``x`` take; rowwise, including rows of no group."""
     return group_blocks(len(x), groups + rowwise) if groups else num_blocks(len(x))
 
 
@@ -67,12 +67,12 @@ def _never(x: Tensor, row: Quantized, col: Quantized, offs: Tensor | None) -> bo
 
 @dataclass(eq=False)
 class Casts:
-    """The casts of tokens that write a columnwise form; namesakes in ``ops/reference.py``.
+    """Launch the casts of ``ops/reference.py`` that write a columnwise form of tokens.
 
     Attributes:
         plan: plans the launch of the kernel, which reads ``x`` once.
         rowwise: plans the launch of a kernel that writes the rowwise form alone.
-        splits: whether to cast ``x`` to the two forms in two launches.
+        splits: tells whether to cast ``x`` to the two forms in two launches.
     """
 
     plan: Planner

@@ -1,14 +1,15 @@
-"""Device functions that every cast shares: scale from amax, and the exact quotient x / scale.
+"""Compute a scale from an amax, and the exact quotient x / scale, on the device, for all casts.
 
-METHOD is how they are computed. Each gives the reference's bytes for the dtypes it is used for;
-power-of-two scales need none, since their reciprocal is exact:
+METHOD selects the computation. Each method gives the reference's bytes for its dtypes; power-of-two
+scales need none, since their reciprocal is exact:
 
 - ``"corrected"``, bf16 and fp16: multiply-adds only. amax / 448 is exact for every bf16 and fp16
   amax; x / scale rounds to e4m3 as the IEEE quotient does (tests/ops/cast/test_numerics.py
   enumerates both).
-- ``"refined"``, fp32: one division a block; an element's product with the reciprocal is refined by
-  the remainder. This rounds as a division does, except perhaps where the scale is within some ulps
-  of a number of 4 bits; the bytes are equal there too (enumerated in the same file).
+- ``"refined"``, fp32: one division a block; the product of an element and the reciprocal is
+  corrected by the remainder. This rounds as a division does, except perhaps where the scale is
+  within some ulps of a number of 4 bits; the bytes are equal there too (enumerated in the same
+  file).
 """
 
 import torch
@@ -85,7 +86,7 @@ def quotient(x, pre, r, e, METHOD: tl.constexpr, POWER_OF_TWO: tl.constexpr):
     if POWER_OF_TWO:
         return x.to(tl.float32) * r
     elif METHOD == "corrected":  # x*r + x*(1 - s*r)*r: the error left is of second order
-        y = (x * pre.to(x.dtype)).to(tl.float32)  # exact in 16 bits, two at a time
+        y = (x * pre.to(x.dtype)).to(tl.float32)  # exact in 16 bits, two elements at a time
         return tl.fma(y, r, y * e)
     else:  # e is the scale. Multiplied by -1, since Triton's -x is 0 - x, which loses a zero's sign
         y = x * pre
@@ -99,5 +100,5 @@ def method_for(dtype: torch.dtype) -> str:
 
 
 def is_wide(*strides: int) -> bool:
-    """Return whether offsets inside a block need 64 bits."""
+    """Return True if offsets inside a block with these strides need 64 bits."""
     return any(abs(stride) * BLOCK >= 2**31 for stride in strides)

@@ -5,9 +5,9 @@ The rows of the ``x[T, K]`` of a grouped cast belong to groups, one after the ot
 nothing here reads it on the host. The columnwise blocks of a group begin anew; the rowwise ones lie
 along K in any case.
 
-The casts of a shard are those of the part of a weight that one rank holds. A block may lie in
-several shards, so a cast has two steps: the amax of each shard's share of the blocks, then, after a
-maximum over all shards, the data.
+A shard is the part of a weight that one rank holds. A block may lie in several shards, so the cast
+of a shard has two steps: the amax of its share of the blocks; then, after a maximum over all
+shards, the data.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .producer import Forms, empty_forms
 
 
 def _check(x: Tensor, format: BlockFormat, fits: bool) -> None:
-    """Raise unless ``x`` can be cast in ``format``; ``fits`` is what callers guarantee."""
+    """Raise unless ``x`` can be cast in ``format`` and ``fits``, which callers guarantee."""
     checks.castable(x, format)
     checks.fit(fits)
 
@@ -46,7 +46,7 @@ def quantize_rowwise(x: Tensor, format: BlockFormat) -> Quantized:
 def quantize_columnwise(x: Tensor, format: BlockFormat) -> Quantized:
     """Cast the transpose of ``x[M, K]``; see :func:`blocktensor.ops.reference.quantize_columnwise`.
 
-    In square blocks, that is the transpose of the rowwise cast, and zeros.
+    In square blocks, it is the transpose of the rowwise cast, followed by zeros.
 
     Raises:
         TypeError, ValueError: ``x`` is not bf16, fp16 or fp32, or not a matrix.
@@ -77,7 +77,7 @@ def quantize_forms(
 ) -> tuple[Quantized | None, Quantized | None]:
     """Cast an activation or gradient ``x[..., K]`` from one read, each form in its format.
 
-    None for a form without a format. Leading dimensions are flattened. Raises as
+    A form without a format is None. Leading dimensions are flattened. Raises as
     :func:`quantize_both`, and for a scalar.
     """
     if x.ndim == 0:
@@ -100,7 +100,7 @@ def transpose(x: Quantized) -> Quantized:
 
 
 def _has_no_zeros(x: Tensor, format: BlockFormat) -> bool:
-    """Return whether the columnwise cast of ``x`` has the bytes of the transposed rowwise cast."""
+    """Return True if the columnwise cast of ``x`` equals the transposed rowwise cast."""
     return x.ndim == 2 and columnwise_width(x.shape[0], format) == x.shape[0]
 
 
@@ -116,8 +116,8 @@ def _decide_transpose(x: Tensor, format: BlockFormat) -> Callable[..., Quantized
 def quantize_transpose(x: Tensor, format: BlockFormat) -> Quantized:
     """Return ``transpose(quantize_rowwise(x, format))`` of ``x[..., M, K]``, in one pass if it can.
 
-    A columnwise cast has those bytes if it needs no columns of zeros. It is an op of its own:
-    compilers merge equal casts, and would save that of a forward for the backward.
+    A columnwise cast has these bytes if it needs no columns of zeros. This is a separate op because
+    compilers merge equal casts, and would keep a cast of forward until backward.
 
     Raises:
         TypeError, ValueError: as :func:`quantize_rowwise`.
@@ -144,7 +144,7 @@ def _in_two_passes(x: Tensor, format: BlockFormat) -> tuple[Quantized, Quantized
 
 @op(decide=_decide_with_transpose, check=lambda x, format: _check(x, format, format.transposes))
 def quantize_with_transpose(x: Tensor, format: BlockFormat) -> tuple[Quantized, Quantized]:
-    """Make the cast of ``x[..., N, K]`` and its transpose, from one read where it can.
+    """Cast ``x[..., N, K]`` and transpose the cast, from one read where possible.
 
     Raises:
         TypeError, ValueError: as :func:`quantize_rowwise`.
@@ -179,22 +179,21 @@ def quantize_grouped(
 ) -> Forms:
     """Make the rowwise and the columnwise cast of ``x[T, K]`` in groups, from one read.
 
-    Both are those of ``x`` with more rows of no group, up to
-    :func:`~blocktensor.ops.formats.group_rows`: few sizes of casts occur then, and launches for one
-    of them are repeated for all T in a step.
+    Both have the size of a cast of :func:`~blocktensor.ops.formats.group_rows` rows: few sizes
+    occur then, and recorded launches of one size work for all T that round up to it.
 
     Args:
         x: ``[T, K]`` bf16, fp16 or fp32.
         offs: int32 ``[E]``, the cumulative ends of the groups, nondecreasing and at most T.
-        rowwise: format of the rowwise cast, of blocks of one row; None for no such cast.
-        columnwise: format of the columnwise cast; None for no such cast.
+        rowwise: format of the rowwise cast, with blocks of one row; None for no rowwise cast.
+        columnwise: format of the columnwise cast; None for no columnwise cast.
 
     Returns:
-        The cast of :func:`quantize_rowwise`, data ``[R, K]``, which may hold anything from row T
-        on; and the columnwise cast, data ``[K, P]``: group e begins at the block after those of
-        group e-1 and is filled up with zeros to whole blocks. P,
-        :func:`~blocktensor.ops.formats.group_columns`, is the most that these can take; blocks
-        after the last group's may hold anything.
+        The cast of :func:`quantize_rowwise`, data ``[R, K]``, in which rows from T on may hold
+        anything; and the columnwise cast, data ``[K, P]``: group e begins at the block after the
+        last block of group e-1 and is filled up with zeros to whole blocks. P,
+        :func:`~blocktensor.ops.formats.group_columns`, is the most columns that the groups can
+        take; blocks after the last group's may hold anything.
 
     Raises:
         TypeError, ValueError: as :func:`quantize_columnwise`, or for ``offs``.

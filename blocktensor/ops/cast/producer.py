@@ -1,8 +1,8 @@
-"""Producers: what cast kernels cast instead of a tensor in memory.
+"""Define producers: cast kernels cast what a producer computes, instead of a tensor in memory.
 
-A cast kernel reads a tile, then casts it. With a producer, a device function computes the tile
-first, from the one that was read and from the same place of other tensors. So the producers of
-``ops/producers/`` need no cast kernels of their own.
+A cast kernel reads a tile, then casts it. With a producer, a device function first computes the
+tile from the tiles at the same place in several tensors. So the producers of ``ops/producers/``
+need no cast kernels of their own.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ class Producer:
 
     Attributes:
         compute: the device function ``(x, y, z, part, DETAIL, DTYPE)`` from tiles of up to three
-            tensors to a tile alike: elements in Triton, words in Gluon. Zeros must give +0, since
-            columnwise casts end in zeros.
+            tensors to a tile of the same shape: elements in Triton, words in Gluon. Zeros must give
+            +0, since columnwise casts end in zeros.
         detail: a constant for ``compute``.
-        more: y and z, ``[M, K]`` as x is, with rows of unit stride. In Triton, a second part gets
+        more: y and z, ``[M, K]`` like x, with rows of unit stride. In Triton, a second part gets
             zeros for z.
         second: the forms of a second tile from the same tensors, part 1. In Gluon one program makes
-            both; in Triton the next one does, and finds in cache what the first one read.
-        widths: distance of the rows of a rowwise form, in widths of x: 2 where the forms of both
-            parts are the halves of one.
+            both; in Triton the next program does, and finds the sources in cache.
+        widths: row stride of the rowwise form, in widths of x: 2 if the forms of both parts are
+            halves of one form.
     """
 
     compute: Any
@@ -55,16 +55,16 @@ class Producer:
 
     @property
     def parts(self) -> int:
-        """Tiles made from each place."""
+        """The number of tiles that are computed at each place."""
         return 2 if self.second else 1
 
     def arguments(self, x: Tensor, outputs: Sequence[Tensor], unit: int = 1) -> tuple[Any, ...]:
-        """Return the kernel's further arguments: y and z, their row strides, the outputs of part 1.
+        """Return the further arguments: y, z, their row strides, and the outputs of part 1.
 
         Args:
             x: the tensor that the kernel reads itself.
-            outputs: data and scales of part 0; stand for those that are absent.
-            unit: that row strides are counted in.
+            outputs: data and scales of part 0, which are placeholders for absent arguments.
+            unit: the unit of row strides, in elements.
         """
         y, z = (*self.more, x, x)[:2]
         forms = self.second or (None, None)
@@ -77,13 +77,13 @@ class Producer:
 
 
 NONE = Producer(None, None)
-"""The kernel casts what it reads."""
+"""No producer: the kernel casts what it reads."""
 
 
 def empty_forms(
     x: Tensor, offs: Tensor | None, rowwise: BlockFormat | None, columnwise: BlockFormat | None
 ) -> Forms:
-    """Return unwritten forms of ``x[T, K]``, whose rows are in groups that end at ``offs``.
+    """Return uninitialised forms of ``x[T, K]``, whose rows may be in groups that end at ``offs``.
 
     In groups, the rowwise form has :func:`~blocktensor.ops.formats.group_rows` rows.
     """
@@ -96,7 +96,7 @@ def empty_forms(
 
 
 def halves(forms: Forms) -> tuple[Forms, Forms]:
-    """Return the forms of the first half of the columns of ``[T, 2I]``, and of the rest: views.
+    """Return views of the forms of the first and of the second half of the columns of ``[T, 2I]``.
 
     I must be a multiple of the length of a block.
     """

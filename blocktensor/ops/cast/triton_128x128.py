@@ -1,7 +1,7 @@
-"""Casts in 128x128 blocks, of a whole matrix or of a part of one: Triton kernel and launchers.
+"""Cast a matrix or a part of one in 128x128 blocks: Triton kernel and launchers.
 
 A part is a rank's share of a sharded weight: its first block may begin before it, and its last
-block may end after it. Results are equal to those of ``ops/reference.py``, byte for byte.
+block may end after it. Results equal ``ops/reference.py`` byte for byte.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def plan_shard(
     col: int,
     own: Tensor | None = None,
 ) -> Launch:
-    """Plan the launch that casts ``x`` into ``data``, or without ``data`` writes ``amax``."""
+    """Plan the launch that casts ``x`` into ``data`` or, without ``data``, writes ``amax``."""
     if data is None:
         return _plan("amax", x, amax, None, False, row, col)
     mode = "shard" if own is None else "checked"

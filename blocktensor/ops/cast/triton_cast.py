@@ -1,4 +1,4 @@
-"""Casts to e4m3: the Triton kernel of 1x128 blocks, and the launchers of all casts.
+"""Cast to e4m3: the Triton kernel for 1x128 blocks, and the launchers of all casts.
 
 Every launcher has the signature and, byte for byte, the result of its namesake in
 ``ops/reference.py``. Inputs may have any strides; outputs are laid out by ``ops/scale_layouts.py``.
@@ -48,7 +48,7 @@ def cast_1x128_kernel(
     # distance of neighbours along K then, else along M. out_ld = columns, a separate argument so
     # that its divisibility by 16 is specialised. With GROUPS, a block lies in one of `groups`
     # groups and fills one whole block of the columnwise form. With COMPUTE (producer.py), the tile
-    # is computed from those of x, y and z, and of two PARTS the second has other outputs.
+    # is computed from tiles of x, y and z, and the second of two PARTS has other outputs.
     tile = tl.program_id(0)
     part = 0
     if PARTS == 2:
@@ -149,7 +149,7 @@ def is_awkward(x: Tensor) -> bool:
 def _warps_1x128(x: Tensor, columnwise: bool, grouped: bool, even: bool) -> int:
     if not columnwise:
         return 8 if even else 4
-    # others would spill
+    # other tiles would spill registers
     if x.dtype != torch.float32:
         return 8 if grouped or _vectorised(x) else 16
     return 16 if grouped or x.stride(-1) == 1 else 32
@@ -164,7 +164,7 @@ def plan_1x128(
 ) -> Launch:
     """Plan the launch that casts ``x[M, K]`` into the outputs that are not None.
 
-    With ``offs``, by groups; or of what ``producer`` makes of ``x``.
+    With ``offs``, by groups. With ``producer``, cast what it computes from ``x``.
     """
     m, k = x.shape
     made = row or col

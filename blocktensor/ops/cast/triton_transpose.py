@@ -75,7 +75,7 @@ def dequantize_kernel(
         mask=m < rows,
         other=0.0,
     )
-    # comparisons leave NaN as it is
+    # comparisons with NaN are false, so that NaN stays
     value = data.to(tl.float32) * scale[:, None]
     limit = tl.where(tl.abs(scale) == float("inf"), float("inf"), LIMIT)[:, None]
     value = tl.where(value > limit, limit, tl.where(value < -limit, -limit, value))

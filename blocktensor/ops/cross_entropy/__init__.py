@@ -1,1 +1,1 @@
-"""Internal: the loss of logits, with its gradient in their place."""
+"""Internal: the loss of logits, which its gradient overwrites."""

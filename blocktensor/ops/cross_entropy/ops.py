@@ -1,6 +1,6 @@
-"""The loss of logits, with its gradient in their place: the functions to call.
+"""Compute the loss of logits, and overwrite them by its gradient: the functions to call.
 
-They are no registered ops: where they must go through the dispatcher, they are torch's ops.
+They are not registered as ops: under compilers and dispatch modes, they run torch's ops.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ CROSS_ENTROPY_BACKENDS: tuple[Backend[torch.device], ...] = (
     Backend("triton", ("cross_entropy.triton_rows",), lacks_triton),
     Backend("reference", ("reference",), launches=False),
 )
-"""In order of preference; the reference runs on any device."""
+"""All backends, best first; the reference runs on any device."""
 
 
 def loss_and_gradient_(
     logits: Tensor, target: Tensor, total: Tensor | None, ignore_index: int
 ) -> Tensor:
-    """Return the loss of rows of logits, over which its gradient is written.
+    """Return the loss of rows of logits, and write its gradient over them.
 
-    See :func:`~..reference.loss_and_gradient_`. A class that does not exist raises on a CPU; on a
-    GPU it makes the loss and the gradient of its row nan.
+    See :func:`~..reference.loss_and_gradient_`. A target that is not a class raises on a CPU; on a
+    GPU the loss and the gradient of its row become nan.
 
     Args:
-        logits: ``[T, V]`` bf16, fp16 or fp32, in rows of unit stride, taken in fp32; overwritten.
+        logits: ``[T, V]`` bf16, fp16 or fp32, in rows of unit stride, converted to fp32;
+            overwritten.
         target: int64 ``[T]``, contiguous.
         total: a scalar that the sum of losses is divided by; None for 1.
         ignore_index: as in ``F.cross_entropy``.
@@ -44,9 +45,9 @@ def loss_and_gradient_(
 
 
 def more_bytes(like: Tensor) -> int:
-    """Return the bytes that a logit takes for a while, with the FP8 forms of its gradient.
+    """Return the temporary bytes for each logit, including the FP8 forms of its gradient.
 
-    Beside those of the logit itself. ``like``: a tensor on the device of the logits.
+    The logit itself is not included. ``like``: a tensor on the device of the logits.
     """
     return 2 if _backend(like).name == "triton" else 12
 

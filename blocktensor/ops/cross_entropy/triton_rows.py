@@ -1,6 +1,7 @@
-"""The loss of logits and its gradient on a GPU: a program reads a row, then again from cache.
+"""Compute the loss of logits and its gradient on a GPU: a program reads its row twice.
 
-Equal to ``reference.py`` up to the order of fp32 sums and the last bits of exp and log.
+The second read is from cache. Results equal ``reference.py`` up to the order of fp32 sums and the
+last bits of exp and log.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ def cross_entropy_kernel(
     COLS: tl.constexpr,
     TOTAL: tl.constexpr,
 ):
-    # One program: the loss of a row by a running maximum, then the gradient over the logits.
+    # One program computes the loss of a row by a running maximum, then writes the gradient over the
+    # row.
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride
     target = tl.load(target_ptr + row)

@@ -1,1 +1,1 @@
-"""Internal: products of two FP8 operands."""
+"""Internal: matmuls of two FP8 operands."""

@@ -1,4 +1,4 @@
-"""The registry of GEMM backends, and the choice of one for a problem, or by its name."""
+"""List the GEMM backends, and choose one for a problem, or by its name."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .hopper.tiles import CUBLAS, TILES, choose_tile, cublas_is_faster, speeds
 
 @dataclass(frozen=True)
 class GemmProblem:
-    """A GEMM ``[M, K] x [N, K]^T`` as far as the choice of backend depends on it."""
+    """The facts of a GEMM ``[M, K] x [N, K]^T`` on which the choice of a backend depends."""
 
     m: int
     n: int
@@ -34,7 +34,7 @@ class GemmProblem:
 
 
 def unknown_format(*formats: BlockFormat) -> str | None:
-    """Return the reason why kernels cannot read operands of these formats; None if they can."""
+    """Return why kernels cannot read operands of these formats; None if they can."""
     for format in formats:
         if format not in KERNEL_FORMATS:
             return f"no kernels for format {format.name}"
@@ -51,7 +51,7 @@ def _cublas_unusable(device: torch.device) -> str | None:
 
 
 def declines_on_hopper(a: BlockFormat, b: BlockFormat, contraction: int) -> str | None:
-    """Return the reason why kernels on Hopper cannot multiply such operands; None if they can."""
+    """Return why Hopper kernels cannot multiply these operands; None if they can."""
     if reason := unknown_format(a, b):
         return reason
     if a.rows > 1:  # cuBLAS's 128x128 by 1x128 kernel refuses most ragged shapes
@@ -76,7 +76,7 @@ def _cublas_declines(p: GemmProblem) -> str | None:
 
 
 def gluon_unusable(device: torch.device) -> str | None:
-    """Return the reason why the Hopper kernel cannot run on ``device``; None if it can."""
+    """Return why the Hopper kernel cannot run on ``device``; None if it can."""
     if reason := lacks_gluon(device):
         return reason
     if capability(device) != HOPPER:
@@ -87,7 +87,7 @@ def gluon_unusable(device: torch.device) -> str | None:
 @tried
 def gemms_fail(device: torch.device) -> str | None:
     """Return which tile of the Hopper GEMM is wrong; None if all are right."""
-    from .hopper.launch import for_tma, gemm, plan_gemm  # need Triton
+    from .hopper.launch import for_tma, gemm, plan_gemm  # these imports need Triton
 
     x = torch.linspace(-3, 3, 304 * 512).view(304, 512).bfloat16()
     w = torch.linspace(2, -1, 400 * 512).view(400, 512).bfloat16()
@@ -125,7 +125,7 @@ def _gluon_why(p: GemmProblem) -> str:
 
 
 def _by_tiles(p: GemmProblem, gpu: Card) -> tuple[str, float]:
-    """Return the tiles of a problem, in words, and predicted microseconds."""
+    """Describe the tiles of a problem, and return the predicted microseconds."""
     tile, parts, us = choose_tile(
         p.m, p.n, num_blocks(p.k), p.b_format.rows, gpu, splits_k=not p.batch_invariant
     )
@@ -145,7 +145,7 @@ def _cublas_is_faster(p: GemmProblem, gpu: Card) -> bool:
 
 
 def predict_gemm(p: GemmProblem, gpu: Card) -> tuple[str, str, float]:
-    """Return the backend, the reason and predicted microseconds on a card with the fast path."""
+    """Return the backend on a card with the fast path, the reason, and predicted microseconds."""
     if not _cublas_is_faster(p, gpu):
         return "gluon", *_by_tiles(p, gpu)
     speed = speeds(gpu.name)[CUBLAS[p.b_format.rows]]
@@ -177,7 +177,7 @@ GEMM_BACKENDS: tuple[GemmBackend, ...] = (
     ),
     Backend("reference", ("reference",), why=lambda _: "runs on any device", launches=False),
 )
-"""In order of preference; the reference takes every problem."""
+"""All backends, best first; the reference takes every problem."""
 
 
 def gemm_backend(name: str) -> GemmBackend:
@@ -208,7 +208,7 @@ def choose_product(
     forced: str | None,
     shape: str,
 ) -> Choice[Problem]:
-    """Return the backend of products named ``forced``, or else the first that takes ``problem``.
+    """Return the backend named ``forced``, or else the first backend that takes ``problem``.
 
     Raises:
         ValueError: the forced one is unknown or cannot run ``problem``; ``shape`` describes it.
@@ -232,7 +232,7 @@ def choose_product(
 
 @functools.cache
 def warn_slow(device: torch.device, why: str) -> None:
-    """Warn once that products run in the reference on a GPU."""
+    """Warn once that matmuls run in the reference on a GPU."""
     warnings.warn(
         f"blocktensor: FP8 GEMMs on {device} run in the slow pure-torch reference ({why})",
         stacklevel=2,

@@ -1,4 +1,4 @@
-"""cuBLAS's blockwise GEMM through ``torch.nn.functional.scaled_mm`` (sm_90, CUDA >= 12.9)."""
+"""Call cuBLAS's blockwise GEMM as ``torch.nn.functional.scaled_mm`` does (sm_90, CUDA >= 12.9)."""
 
 from __future__ import annotations
 

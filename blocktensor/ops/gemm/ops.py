@@ -1,4 +1,4 @@
-"""The product of two FP8 operands."""
+"""Define the op that multiplies two FP8 operands."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _backend_for(
 
 
 def _kernel_format(x: Quantized) -> BlockFormat:
-    """Return the format that kernels read ``x`` in: a single row has the scales of 1x128 blocks."""
+    """Return the format in which kernels read ``x``: they read a single row in 1x128 blocks."""
     if x.data.shape[0] == 1 and x.format in KERNEL_FORMATS:
         return ACTIVATION_FORMATS[x.format.scale_rounding]
     return x.format
@@ -78,7 +78,7 @@ def _contiguous(bias: Tensor | None) -> Tensor | None:
 
 
 def flops(a: Quantized, b: Quantized) -> int:
-    """Return the FLOPs of a product of operands of which ``data`` is the shape."""
+    """Return the FLOPs of a GEMM, given the shapes of the operands' data."""
     (m, k), (n, _) = a.data, b.data
     return 2 * int(m) * int(n) * int(k)
 

@@ -1,1 +1,1 @@
-"""Internal: products of tokens in groups with a stack of experts, one expert a group."""
+"""Internal: matmuls of tokens in groups with a stack of experts, one expert for each group."""

@@ -1,4 +1,4 @@
-"""The registry of backends of grouped GEMMs, and the choice of one for a problem."""
+"""List the backends of grouped GEMMs, and choose one for a problem."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .tiles import choose_gemm_tile, choose_wgrad_tile
 
 @dataclass(frozen=True)
 class GroupedProblem:
-    """A grouped GEMM as far as the choice of backend depends on it; sizes of groups are unknown.
+    """The facts of a grouped GEMM on which the choice of a backend depends; not sizes of groups.
 
     Attributes:
         kind: ``"gemm"``: ``[T, K] x [E, N, K]^T``. ``"wgrad"``: ``[E, N, K]`` from T tokens.
@@ -50,7 +50,7 @@ def _gluon_unusable(device: torch.device) -> str | None:
 @tried
 def grouped_gemms_fail(device: torch.device) -> str | None:
     """Return how the grouped Hopper GEMM is wrong, forward or wgrad; None if it is right."""
-    from . import hopper_launch  # needs Triton
+    from . import hopper_launch  # this import needs Triton
 
     x = torch.linspace(-3, 3, 304 * 400).view(304, 400).bfloat16()
     w = torch.linspace(2, -1, 3 * 272 * 400).view(3, 272, 400).bfloat16()
@@ -108,7 +108,7 @@ GROUPED_BACKENDS: tuple[Backend[GroupedProblem], ...] = (
     ),
     Backend("reference", ("reference",), why=lambda _: "runs on any device", launches=False),
 )
-"""In order of preference; the reference takes every problem."""
+"""All backends, best first; the reference takes every problem."""
 
 _OF_MATRICES_ONLY = {b.name for b in GEMM_BACKENDS} - {b.name for b in GROUPED_BACKENDS}
 
@@ -116,7 +116,7 @@ _OF_MATRICES_ONLY = {b.name for b in GEMM_BACKENDS} - {b.name for b in GROUPED_B
 def choose_grouped(problem: GroupedProblem) -> GroupedChoice:
     """Return the backend that will run ``problem``, and why.
 
-    ``BLOCKTENSOR_GEMM`` forces one of its name, where grouped GEMMs have one ("cublas" does not).
+    ``BLOCKTENSOR_GEMM`` forces the backend of this name; "cublas" has no grouped GEMM.
 
     Raises:
         ValueError: the forced backend cannot run here or cannot take this problem; the message

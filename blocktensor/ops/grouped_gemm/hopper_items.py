@@ -1,4 +1,4 @@
-"""Device functions of the producer warp: the items of a grouped GEMM, and their operands.
+"""Find the items of a grouped GEMM in the producer warp, and load their operands.
 
 An item is one tile of the output of one expert. The producer finds the items of its program from
 the ends of the groups, which are on the device, and describes each in shared memory: consumers do
@@ -18,19 +18,19 @@ from ..runtime.triton_compat.gluon import async_load
 
 @dataclass(frozen=True)
 class GroupedOutput(Output):
-    """The way in which a grouped GEMM writes its sums.
+    """How a grouped GEMM writes its sums.
 
     Attributes:
-        cuts_rows: True if groups are rows of one output (fprop, dgrad); False if each has an output
-            of its own, and groups cut K (wgrad).
+        cuts_rows: True if groups are rows of one output (fprop, dgrad); False if each group has its
+            own output, and groups cut K (wgrad).
     """
 
     cuts_rows: bool = True
 
 
 SLOTS = gl.constexpr(8)
-"""Items described at a time. Consumers are behind by an item a stage at most, and by the current
-one: more than the stages of any tile."""
+"""Number of items described at a time. Consumers lag behind by at most one item for each stage and
+the current one, so this is more than the stages of any tile."""
 
 BLOCKS = gl.constexpr(0)  # k blocks; 0: no more items
 ROW = gl.constexpr(1)  # the first row of the tile in the output
@@ -80,7 +80,7 @@ def _items_of(begin, end, work, OUT: gl.constexpr, T: gl.constexpr):
 
 @gluon.jit
 def _is_behind(at, item, work, OUT: gl.constexpr, T: gl.constexpr):
-    # True if `item` is none of the group `at`, and there are more.
+    # True if `item` is not in the group `at`, and there are more groups.
     group, begin, end, before, _ = at
     _, groups, _, _, _, _, _, _ = work
     count, _, _ = _items_of(begin, end, work, OUT, T)

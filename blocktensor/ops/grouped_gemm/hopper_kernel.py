@@ -1,4 +1,4 @@
-"""The grouped Hopper GEMM: the dense one's products and stores, on items of groups.
+"""The grouped Hopper GEMM: the products and stores of the dense GEMM, on items of groups.
 
 ``out[T, N] = A[T, K] B[e, N, K]^T (+ bias[e])`` for the rows of group e of A: groups cut rows
 (fprop, dgrad). ``out[e, N, K] = A[N, P] B[K, P]^T`` over the columns of group e (wgrad).

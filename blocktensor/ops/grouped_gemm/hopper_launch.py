@@ -1,4 +1,4 @@
-"""The grouped Hopper GEMM's launchers: operands as tensor maps, the tile for a shape, the grid."""
+"""Launch the grouped Hopper GEMMs: operands as tensor maps, the tile for a shape, the grid."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def plan_grouped_gemm(
 ) -> Launch:
     """Plan ``out[T, N] = A[T, K] B[e, N, K]^T (+ bias[e])`` for the rows of group e.
 
-    The map of the output has the rows of A, which may be more: no row from T on is written.
+    The map of the output has as many rows as A, maybe more than T, but no row from T on is written.
     """
     (rows, k), (experts, n, _) = a.data.shape, b.data.shape
     blocks_k, blocks_n = num_blocks(k), num_blocks(n)

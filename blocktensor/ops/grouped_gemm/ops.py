@@ -1,4 +1,4 @@
-"""Products of tokens in groups with a stack of experts.
+"""Define the ops that multiply tokens in groups by a stack of experts.
 
 The rows of ``A[T, K]`` belong to groups, one after the other, which end at ``offs`` ``[E]`` (int32,
 cumulative, on the device). Nothing here reads ``offs`` on the host.
@@ -23,7 +23,7 @@ def _check(
 ) -> None:
     checks.gemm_operands(a, b, bias, b_ndim=3)
     checks.group_ends(offs, a.data, "operand a")
-    fits = not isinstance(tokens, int) or tokens <= a.data.shape[0]  # symbolic: a compiler's
+    fits = not isinstance(tokens, int) or tokens <= a.data.shape[0]  # symbolic: while tracing
     checks.fit(len(offs) == len(b.data), fits)
 
 
@@ -97,10 +97,10 @@ def grouped_gemm(
     out_dtype: torch.dtype = torch.bfloat16,
     tokens: int | None = None,
 ) -> Tensor:
-    """Return ``out[T, N]``: the rows of group e of ``A[T, K]`` by ``B[e, N, K]^T (+ bias[e, N])``.
+    """Multiply the rows of group e of ``A[T, K]`` by ``B[e, N, K]^T (+ bias[e, N])``.
 
-    Rows of no group, from ``offs[-1]`` on, are zeros. ``tokens``: T, where A is a cast in groups
-    and has more rows. See :func:`blocktensor.ops.reference.grouped_gemm`.
+    The result is ``[T, N]``. Rows of no group, from ``offs[-1]`` on, are zeros. ``tokens``: T, if A
+    is a cast in groups and has more rows. See :func:`blocktensor.ops.reference.grouped_gemm`.
     """
     return _empty(a, b, offs, bias, out_dtype, tokens)
 
@@ -113,7 +113,7 @@ def grouped_gemm(
 def grouped_gemm_wgrad(
     a: Quantized, b: Quantized, offs: Tensor, tokens: int, out_dtype: torch.dtype = torch.bfloat16
 ) -> Tensor:
-    """Return ``out[E, N, K]``: the tokens of group e of ``A[N, P] B[K, P]^T``, contracted.
+    """Contract ``A[N, P] B[K, P]^T`` over the tokens of each group e, into ``out[E, N, K]``.
 
     Args:
         a, b: columnwise casts in groups (``quantize_grouped``).

@@ -1,6 +1,6 @@
-"""The tile of a grouped GEMM: the one predicted to be fastest for groups of about equal sizes.
+"""Choose the tile of a grouped GEMM that is predicted to be fastest for groups of equal sizes.
 
-The host does not know the groups' sizes: it counts on half a tile of waste at the end of each.
+The host does not know the sizes of groups: it assumes half a tile of waste in each.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class GroupedTile:
 
     Attributes:
         tile: how a program computes an item.
-        block_us: microseconds of an item for each k block.
-        item_us: microseconds of an item in all else.
+        block_us: microseconds of an item per k block.
+        item_us: microseconds of an item for everything else.
     """
 
     tile: Tile
@@ -32,7 +32,7 @@ class GroupedTile:
     item_us: float
 
     def microseconds(self, blocks: float) -> float:
-        """Return the time of one item over so many k blocks."""
+        """Return the time of one item over ``blocks`` k blocks."""
         return blocks * self.block_us + self.item_us
 
 
@@ -41,7 +41,7 @@ SQUARES = (
     GroupedTile(TILES["square 128x128"], 0.50, 0.9),
     GroupedTile(TILES["square 64x128"], 0.61, 1.1),
 )
-"""Tiles for B in 128x128 blocks: fprop and dgrad. Low tiles waste least at the groups' ends.
+"""Tiles for B in 128x128 blocks: fprop and dgrad. Few rows waste least at the ends of groups.
 """
 
 WGRAD_SQUARES = (
@@ -60,8 +60,8 @@ ROWS = (
 
 
 _MANY = 16
-"""With so many experts, programs of wgrad that start in turn (up to 10 an SM) are up to 7% slower
-than one an SM: each walks past all groups before its own. With 8 they are 1% to 4% faster."""
+"""From this number of experts on, several wgrad programs per SM (up to 10) are up to 7% slower than
+one: each program iterates over all earlier groups. With 8 experts they are 1% to 4% faster."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -70,7 +70,7 @@ def choose_gemm_tile(
 ) -> tuple[Tile, int]:
     """Return the tile for ``[tokens, n]`` in ``experts`` groups over ``blocks``, and the programs.
 
-    With a bias, tiles of two row waves leave no registers.
+    With a bias, tiles of two row waves have too few registers.
     """
     predicted = {}
     for found in SQUARES:

@@ -1,6 +1,6 @@
 """The portable grouped GEMMs (sm_89 and later): one tile of one expert per program.
 
-Grids hold the most tiles that groups can take; programs beyond those that they do take end at once.
+Grids have as many programs as groups can have tiles at most; surplus programs end at once.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def grouped_wgrad_kernel(
     a_scale_stride_k, b_scale_stride_n, b_scale_stride_k, tiles_m, tiles_n, A_ROWS: tl.constexpr,
     B_ROWS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    # The blocks of a group follow those of all groups before it.
+    # The blocks of a group follow the blocks of all earlier groups.
     expert = tl.program_id(0) // (tiles_m * tiles_n)
     tile = tl.program_id(0) % (tiles_m * tiles_n)
     first = 0

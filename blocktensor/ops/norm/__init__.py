@@ -1,1 +1,1 @@
-"""Internal: the passes of an RMS norm over its elements, between torch's sums over rows."""
+"""Internal: the elementwise passes of an RMS norm, between torch's sums over rows."""

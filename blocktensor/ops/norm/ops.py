@@ -1,6 +1,6 @@
-"""The passes of an RMS norm over its elements: the functions to call.
+"""Compute the elementwise passes of an RMS norm: the functions to call.
 
-They are no registered ops: where they must go through the dispatcher, they are torch's ops, which
+They are not registered as ops: under compilers and dispatch modes they run torch's ops, which
 compilers fuse with the sums between them.
 """
 
@@ -22,11 +22,11 @@ NORM_BACKENDS: tuple[Backend[Tensor], ...] = (
     Backend("triton", ("norm.triton_passes",), lacks_triton),
     Backend("reference", ("norm.reference",), launches=False),
 )
-"""In order of preference; the reference takes every x ``[T, K]``."""
+"""All backends, best first; the reference takes every x ``[T, K]``."""
 
 
 def rstd_of(x: Tensor, eps: float) -> Tensor:
-    """Return 1 / the root mean square of the rows of x ``[..., K]``, fp32 ``[..., 1]``."""
+    """Return the reciprocal root mean square of the rows of x ``[..., K]``, fp32 ``[..., 1]``."""
     if not _in_rows(x):
         return reference.rstd_of(reference.squares(x), eps)
     return reference.rstd_of(_squares(_rows(x)).view(x.shape), eps)
@@ -37,14 +37,14 @@ def normalize(x: Tensor, rstd: Tensor, weight: Tensor, kind: NormKind) -> Tensor
 
     Args:
         x: ``[..., K]`` bf16, fp16 or fp32.
-        rstd: fp32 ``[..., 1]``, of :func:`rstd_of`.
+        rstd: fp32 ``[..., 1]``, from :func:`rstd_of`.
         weight: ``[K]``, dtype of x.
         kind: "llama" or "gemma", see :func:`~.reference.normalize`.
     """
     if not _in_rows(x):
         return reference.normalize(x, rstd, weight, kind)
     made: Tensor = _normalize(_rows(x), _rows(rstd), weight.contiguous(), kind)
-    # not a view, which the caller of an autograd function could not change in place
+    # not a view, which callers of an autograd function could not change in place
     return torch.ops.aten._unsafe_view(made, x.shape)
 
 
@@ -57,18 +57,18 @@ def gradients(
     needs_dx: bool,
     needs_dw: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of an RMS norm that autograd computes for eager ops.
+    """Return the gradients of an RMS norm, as autograd computes them for eager ops.
 
     Args:
-        grad: of the norm, ``[..., K]``, dtype of x.
+        grad: the gradient of the norm, ``[..., K]``, dtype of x.
         x: ``[..., K]`` bf16, fp16 or fp32.
-        rstd: fp32 ``[..., 1]``, of :func:`rstd_of`.
+        rstd: fp32 ``[..., 1]``, from :func:`rstd_of`.
         weight: ``[K]``, dtype of x.
         kind: "llama" or "gemma", see :func:`~.reference.normalize`.
         needs_dx, needs_dw: which gradients are wanted.
 
     Returns:
-        Those of x and of the weight, or None.
+        The gradients of x and of the weight, or None where not wanted.
     """
     if not (needs_dx or needs_dw):
         return None, None
@@ -83,17 +83,17 @@ def gradients(
         dw = of_weight.view(shape).sum_to_size(weight.shape).to(weight.dtype)
     if not needs_dx:
         return None, dw
-    # of rsqrt, mean and pow
+    # the backwards of rsqrt, mean and pow
     of_rstd = of_rows.view(shape).sum_to_size(*shape[:-1], 1).view(rstd.shape)
     of_mean = -0.5 * of_rstd * rstd.pow(3) / shape[-1]
     return input_gradient(grad, x, rstd, of_mean, weight, kind).view(shape), dw
 
 
 def _in_rows(x: Tensor) -> bool:
-    """Return whether x is rows of unit stride, one after the other.
+    """Return True if x consists of contiguous rows.
 
-    Results of torch's ops are laid out as their inputs are, and sums of other layouts have other
-    bits: those run as torch's ops.
+    Results of torch's ops have the layout of their inputs, and sums over other layouts have other
+    bits: such x run as torch's ops.
     """
     return x.is_contiguous() or (x.ndim == 2 and x.stride(1) == 1 and x.stride(0) >= x.shape[1])
 

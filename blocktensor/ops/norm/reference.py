@@ -1,7 +1,7 @@
-"""The specification of the passes of an RMS norm: torch's own ops, in the order of autograd.
+"""Specify the elementwise passes of an RMS norm: torch's own ops, in the order of autograd.
 
-The sums over rows are between the passes, and are torch's own: the order of a sum is part of its
-bits. Compilers see these ops, and fuse them.
+The sums over rows lie between the passes and are torch's own, since the order of a sum decides its
+bits. Compilers trace these ops, and fuse them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def normalize(x: Tensor, rstd: Tensor, weight: Tensor, kind: NormKind) -> Tensor
 
 
 def weighted(scaled: Tensor, weight: Tensor, kind: NormKind, dtype: torch.dtype) -> Tensor:
-    """Return fp32 rows of unit root mean square times the weight, in ``dtype``."""
+    """Return normalized fp32 rows times the weight, in ``dtype``."""
     if kind == "llama":
         return weight * scaled.to(dtype)
     return (scaled * (1.0 + weight.float())).to(dtype)
@@ -38,10 +38,10 @@ def weighted(scaled: Tensor, weight: Tensor, kind: NormKind, dtype: torch.dtype)
 def gradient_terms(
     grad: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, kind: NormKind, of_weight: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the terms that the gradients of ``rstd`` and of the weight are sums of.
+    """Return the terms whose sums are the gradients of ``rstd`` and of the weight.
 
     Args:
-        grad: of the norm, ``[..., K]``.
+        grad: the gradient of the norm, ``[..., K]``.
         x: ``[..., K]``.
         rstd: fp32 ``[..., 1]``.
         weight: ``[K]``.
@@ -63,10 +63,10 @@ def gradient_terms(
 def input_gradient(
     grad: Tensor, x: Tensor, rstd: Tensor, of_mean: Tensor, weight: Tensor, kind: NormKind
 ) -> Tensor:
-    """Return the gradient of x: through the product with ``rstd``, and through the mean of squares.
+    """Return the gradient of x: through ``x * rstd``, and through the mean of squares.
 
     Args:
-        grad, x, rstd, weight, kind: as of :func:`gradient_terms`.
+        grad, x, rstd, weight, kind: as for :func:`gradient_terms`.
         of_mean: fp32 ``[..., 1]``, the gradient of each square.
 
     Returns:
@@ -84,11 +84,11 @@ def _scaled(grad: Tensor, weight: Tensor, kind: NormKind) -> Tensor:
 
 
 def rstd_of(squares: Tensor, eps: float) -> Tensor:
-    """Return 1 / rms of rows, fp32 ``[..., 1]``, as transformers' norms compute it."""
+    """Return the reciprocal RMS of rows, fp32 ``[..., 1]``, as transformers' norms compute it."""
     return torch.rsqrt(squares.mean(-1, keepdim=True) + eps)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, kind: NormKind) -> Tensor:
-    """Return an RMS norm as transformers write it; for autograd, with one copy of x in fp32."""
+    """Return an RMS norm as transformers computes it; autograd saves one copy of x in fp32."""
     values = x.float()
     return weighted(values * rstd_of(values.pow(2), eps), weight, kind, x.dtype)

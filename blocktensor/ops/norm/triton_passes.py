@@ -1,6 +1,6 @@
-"""The passes of an RMS norm on a GPU: bytes are those of ``reference.py``.
+"""Compute the passes of an RMS norm on a GPU, with the bytes of ``reference.py``.
 
-Every product is rounded by itself: the kernels are compiled without multiply-adds.
+The kernels are compiled without fused multiply-adds: every product is rounded.
 """
 
 from __future__ import annotations

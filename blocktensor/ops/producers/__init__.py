@@ -1,1 +1,1 @@
-"""Internal: ops that compute a tensor and store its casts alone."""
+"""Internal: ops that compute a tensor and store only its casts."""

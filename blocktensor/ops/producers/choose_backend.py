@@ -1,4 +1,4 @@
-"""The registry of backends of producers: those of the casts, where they take every source."""
+"""List the backends of producers: the backends of casts, if they support every source."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..registry import Backend, Choice, first_choice
 
 @dataclass(frozen=True)
 class ProducerProblem:
-    """The tensors that are read alike, and the formats of the forms that are written."""
+    """The sources of a producer, and the formats of the forms that it writes."""
 
     sources: tuple[Tensor, ...]
     rowwise: BlockFormat | None
@@ -33,7 +33,7 @@ def _declines(of_cast: Backend[CastProblem], problem: ProducerProblem) -> str | 
         if source.stride(-1) != 1 and source.shape[-1] > 1:
             return "reads rows of unit stride"
         rows_apart = source.stride(0) | source.shape[1]
-        if not of_bf16 and rows_apart % 8:  # would spill
+        if not of_bf16 and rows_apart % 8:  # would spill registers
             return "reads fp16 and fp32 in whole vectors of eight elements"
     return None
 
@@ -50,7 +50,7 @@ PRODUCER_BACKENDS: tuple[Backend[ProducerProblem], ...] = (
     _backend(_TRITON, "producers.kernels:elements"),
     Backend("reference", ("producers.reference",), launches=False),
 )
-"""In order of preference; the reference, eager ops and casts, takes every problem."""
+"""All backends, best first; the reference (eager ops and casts) takes every problem."""
 
 
 def producer_backend(

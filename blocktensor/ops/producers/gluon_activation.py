@@ -1,4 +1,4 @@
-"""Tiles of words made by the PTX of activations, for Gluon's cast kernel."""
+"""Compute tiles of words by the PTX of activations, for the Gluon cast kernel."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -17,7 +17,7 @@ def _words(x, y, z, ACTIVATION: gl.constexpr, ROLE: gl.constexpr, DTYPE: gl.cons
 
 @gluon.jit
 def tile_of_words(x, y, z, part, DETAIL: gl.constexpr, DTYPE: gl.constexpr):
-    """Return ``tile_of_elements``, of words."""
+    """Return the result of ``tile_of_elements``, computed on words."""
     ACTIVATION: gl.constexpr = DETAIL[0]
     ROLE: gl.constexpr = DETAIL[1]
     if ROLE == "gated gradient":

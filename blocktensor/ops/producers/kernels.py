@@ -1,6 +1,6 @@
-"""Producers by the cast kernels: on CUDA, bytes are those of ``reference.py``.
+"""Run producers in the cast kernels, with the bytes of ``reference.py`` on CUDA.
 
-On the CPU, eager mode computes exp and tanh in other ways.
+On the CPU, eager mode computes other bits of exp and tanh.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ def _launch(
     second: Forms | None = None,
     widths: int = 1,
 ) -> None:
-    """Cast what the activation of ``detail`` makes of the sources."""
+    """Compute the activation of ``detail`` from the sources, and cast the result."""
     x, *more = sources
     row, col = forms
-    if in_words and col is not None:  # rowwise forms gain nothing from words
-        from ..cast import gluon_columnwise  # Triton may have no Gluon
+    if in_words and col is not None:  # rowwise forms alone are no faster on words
+        from ..cast import gluon_columnwise  # this Triton may have no Gluon
         from .gluon_activation import tile_of_words
 
         producer = Producer(tile_of_words, detail, more, second, widths)
@@ -37,7 +37,7 @@ def _launch(
         return
     mixed = row is not None and col is not None and row.format is not col.format
     if mixed and any(map(is_awkward, sources)):
-        # both forms of a tile would spill, as in triton_cast._splits
+        # both forms of a tile would spill registers, as in triton_cast._splits
         for part in range(2):
             chosen = None if second is None else _only(second, part)
             only = _only(forms, part)
@@ -53,10 +53,10 @@ def _only(forms: Forms, part: int) -> Forms:
 
 @dataclass(frozen=True)
 class Kernels:
-    """The producers.
+    """The producers of one kind of cast kernels.
 
     Attributes:
-        in_words: True for the cast kernels in Gluon, where columnwise forms are written.
+        in_words: True to use the Gluon cast kernels if columnwise forms are written.
     """
 
     in_words: bool

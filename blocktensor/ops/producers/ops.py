@@ -1,8 +1,8 @@
-"""Producers: ops that compute a tensor, and store its casts alone.
+"""Define producers: ops that compute a tensor, and store only its casts.
 
-Gated activations and their gradients. Nothing high-precision is stored: sources
-are read once, and forms written. Bytes are those of eager mode: each of its steps is rounded to the
-dtype of the sources, then the result is cast.
+They compute gated activations and their gradients. Nothing is stored in high precision: sources are
+read once, and forms are written. The bytes equal eager mode: every step is rounded to the dtype of
+the sources, then the result is cast.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ActivationName = Literal["silu", "gelu_tanh"]
 
 
 def _check(rowwise: BlockFormat | None, offs: Tensor | None, *sources: Tensor) -> None:
-    """Check that kernels would stay within the memory of the sources."""
+    """Check that kernels would read only the memory of the sources."""
     first = sources[0]
     checks.fit(first.ndim == 2, rowwise is None or rowwise.rows == 1)
     for x in sources:
@@ -54,17 +54,17 @@ def gated(
 ) -> Forms:
     """Return the forms of ``h = activation(gate) * up``, from one read of gate and up.
 
-    Bytes are those of eager mode: the activation is rounded to the dtype of ``gate``, then h, then
-    h is cast.
+    The bytes equal eager mode: the activation is rounded to the dtype of ``gate``, then h, then h
+    is cast.
 
     Args:
         gate: ``[T, I]`` bf16, fp16 or fp32, with any strides.
         up: the same.
         activation: "silu" or "gelu_tanh".
-        rowwise: format of the rowwise form, of blocks of one row; None for no such form.
-        columnwise: format of the columnwise form; None for no such form.
-        offs: int32 ``[E]``, ends of groups of rows. Columnwise blocks then begin anew at groups,
-            as those of :func:`~blocktensor.ops.cast.ops.quantize_grouped`.
+        rowwise: format of the rowwise form, with blocks of one row; None for no rowwise form.
+        columnwise: format of the columnwise form; None for no columnwise form.
+        offs: int32 ``[E]``, ends of groups of rows. Columnwise blocks then begin anew in every
+            group, as in :func:`~blocktensor.ops.cast.ops.quantize_grouped`.
 
     Returns:
         The rowwise form, data ``[T, I]``, and the columnwise form, data ``[I, T]``, as
@@ -92,19 +92,20 @@ def gated_backward(
     offs: Tensor | None = None,
     of_up: bool = True,
 ) -> tuple[Forms, Forms]:
-    """Return the forms of the gradients of gate and of up, from one read of ``grad``, that of h.
+    """Return the forms of the gradients of gate and up, from one read of the gradient of h.
 
-    Bytes are those of autograd in eager mode: each product and the activation's gradient is rounded
-    to the dtype of ``gate``, then cast. The columnwise form of h itself comes from :func:`gated`.
+    The bytes equal autograd in eager mode: each product and the activation's gradient are rounded
+    to the dtype of ``gate``, then the results are cast. The columnwise form of h itself comes from
+    :func:`gated`.
 
     Args:
-        grad: ``[T, I]``, dtype and device of ``gate``.
+        grad: the gradient of h, ``[T, I]``, dtype and device of ``gate``.
         gate, up, activation, rowwise, columnwise, offs: as in :func:`gated`.
-        of_up: False for the forms of the gradient of gate alone. Those of up are
-            ``gated(gate, grad, ...)``; made later, they need less memory at once.
+        of_up: False for the gradient of gate alone. ``gated(gate, grad, ...)`` gives the forms of
+            the gradient of up; computed later, they need less memory at once.
 
     Returns:
-        The forms of the gradient of ``gate``, and of that of ``up``; (None, None) without them.
+        The forms of the gradient of ``gate``, and of the gradient of ``up`` or (None, None).
     """
     of_gate = empty_forms(gate, offs, rowwise, columnwise)
     if not of_up:
@@ -139,9 +140,9 @@ def joint_gated_backward(
     columnwise: BlockFormat | None,
     offs: Tensor | None = None,
 ) -> Forms:
-    """Return the forms of the gradient of gate and up that lie side by side, from one read of both.
+    """Return the forms of the gradient of ``gate_up``, from one read of ``grad`` and ``gate_up``.
 
-    Bytes are those of :func:`gated_backward`'s gradients, concatenated, then cast.
+    The bytes equal the gradients of :func:`gated_backward`, concatenated and then cast.
 
     Args:
         grad: ``[T, I]``, the gradient of ``h = activation(gate) * up``.

@@ -1,8 +1,8 @@
-"""The specification of producers: torch's own ops in eager mode, then casts.
+"""Specify producers: torch's own ops in eager mode, then casts.
 
-Every step is rounded to the dtype of the inputs, as the ops that it names do on this device. So a
-producer is exact if a model that uses it computes the same bytes as before. This is also how they
-run wherever there is no kernel: the casts are those of ``ops/cast/``, which equal the reference's.
+Every op rounds to the dtype of the inputs, as it does on this device. So a producer is exact if a
+model that uses it computes the same bytes as before. This file also runs where there is no kernel:
+it calls the casts of ``ops/cast/``, which equal the reference's.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ class Activation:
     """An elementwise function as eager mode computes it.
 
     Attributes:
-        value: of the input.
-        gradient: of the input, from (that of the value, the input), as autograd computes it.
+        value: computes the activation of the input.
+        gradient: computes the gradient of the input from the gradient of the value and the input,
+            as autograd does.
     """
 
     value: Callable[[Tensor], Tensor]
@@ -60,7 +61,7 @@ def gated(
 ) -> Forms:
     """Return the forms of ``h = activation(gate) * up`` ``[T, I]``.
 
-    None for a form without a format. With ``offs``, columnwise blocks begin anew at groups.
+    A form without a format is None. With ``offs``, columnwise blocks begin anew in every group.
     """
     return _forms(ACTIVATIONS[activation].value(gate) * up, offs, rowwise, columnwise)
 
@@ -75,9 +76,9 @@ def gated_backward(
     offs: Tensor | None = None,
     of_up: bool = True,
 ) -> tuple[Forms, Forms]:
-    """Return the forms of the gradients of ``gate`` and of ``up``, from ``grad``, that of h.
+    """Return the forms of the gradients of ``gate`` and ``up``, from the gradient of h.
 
-    No forms of the latter without ``of_up``.
+    Without ``of_up``, there are no forms of the gradient of ``up``.
     """
     if not of_up:
         d_gate = ACTIVATIONS[activation].gradient(grad * up, gate)
@@ -94,13 +95,13 @@ def joint_gated_backward(
     columnwise: BlockFormat | None,
     offs: Tensor | None = None,
 ) -> Forms:
-    """Return the forms of the gradient of ``gate_up`` ``[T, 2I]``, gate beside up."""
+    """Return the forms of the gradient of ``gate_up`` ``[T, 2I]``, which is gate, then up."""
     gate, up = gate_up.chunk(2, -1)
     both = torch.cat(gradients(grad, gate, up, activation), -1)
     return _forms(both, offs, rowwise, columnwise)
 
 
 def gradients(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    """Return the gradients of ``gate`` and of ``up`` themselves, from ``grad``, that of h."""
+    """Return the gradients of ``gate`` and ``up`` in high precision, from the gradient of h."""
     act = ACTIVATIONS[activation]
     return act.gradient(grad * up, gate), grad * act.value(gate)

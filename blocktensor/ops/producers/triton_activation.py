@@ -1,12 +1,12 @@
-"""Activations, their gradients, and norms: PTX on words of 16-bit or fp32 elements, and tiles.
+"""Compute activations and their gradients by PTX, on words of 16-bit or fp32 elements, or on tiles.
 
-Results are those of torch's CUDA kernels, bit for bit. Their formulas are compiled by nvcc with the
-accurate expf and tanhf, IEEE division, subnormal numbers, and a*b + c in one rounding where
-nvcc chooses so. What is here was read off the PTX that NVRTC 12.9 and 13.0 make of the same
-formulas. Triton's own functions flush subnormal numbers to zero. And PTX keeps the chain from words
-to words of one element together, as in ``cast/gluon_words.py``.
+Results equal torch's CUDA kernels, bit for bit. nvcc compiles their formulas with the accurate expf
+and tanhf, IEEE division, subnormal numbers, and a*b + c in one rounding where nvcc chooses so. The
+code here was copied from the PTX that NVRTC 12.9 and 13.0 generate for the same formulas. Triton's
+own functions flush subnormal numbers to zero. Also, PTX keeps all steps of one element together, as
+in ``cast/gluon_words.py``.
 
-Each piece of PTX computes y of x, for a gradient y of x and d, the gradient of the activation.
+Each piece of PTX computes y from x; for a gradient, y from x and d, the gradient of the activation.
 """
 
 import triton
@@ -63,8 +63,8 @@ _GRADIENTS = {
 _QUARTER = f"neg.f32 z, x; min.NaN.f32 z, z, 0f42B40000; {_EXP} mul.rn.f32 s, s, 0f3E800000;"
 _QUARTER += " fma.rn.f32 e, e, s, 0f3E800000; rcp.approx.ftz.f32 r, e;"
 
-# Of bf16 x, without a branch. Values need to be right in bf16 alone, so a cheaper exp serves those
-# that no gradient is computed beside. A GPU test compares all 65,536 numbers.
+# For bf16 x, without a branch. Values must be right in bf16 only, so values without a gradient use
+# a cheaper exp. A GPU test compares all 65,536 numbers.
 _OF_BF16 = {
     ("silu", "value"): "mul.rn.f32 z, x, 0fBFB8AA3B; ex2.approx.ftz.f32 e, z;"
     " fma.rn.f32 e, e, 0f3E800000, 0f3E800000; rcp.approx.ftz.f32 r, e;"
@@ -79,12 +79,13 @@ _OF_BF16 = {
 
 @triton.constexpr_function
 def element_ptx(activation, kind, dtype):
-    """Return the PTX that computes y of x, or the gradient y of x and d, in 32-bit registers.
+    """Return the PTX that computes y from x, or the gradient y from x and d, in 32-bit registers.
 
     Args:
         activation: a name in ``reference.ACTIVATIONS``.
-        kind: "value", "gradient", or "value beside" a gradient whose steps it shares.
-        dtype: of what x was and y will be.
+        kind: "value", "gradient", or "value beside": a value computed with a gradient, whose steps
+            it shares.
+        dtype: the dtype of x and y in memory.
     """
     if dtype == "bf16" and (activation, kind) in _OF_BF16:
         return _OF_BF16[activation, kind]
@@ -93,7 +94,7 @@ def element_ptx(activation, kind, dtype):
 
 @triton.constexpr_function
 def _by_element(dtype, ptx, gradient):
-    # Word Y of word X and, for a gradient, word D
+    # Computes word Y from word X and, for a gradient, word D
     sources = ("x", "d") if gradient else ("x",)
     if dtype == "fp32":
         return " ".join(f"mov.b32 {x}, {x.upper()};" for x in sources) + f" {ptx} mov.b32 Y, y;"
@@ -113,13 +114,14 @@ def _by_element(dtype, ptx, gradient):
 
 @triton.constexpr_function
 def word_ptx(activation, role, dtype):
-    """Return PTX and constraints of the words that a producer makes.
+    """Return PTX and constraints for the words that a producer computes.
 
     Args:
         activation: a name in ``reference.ACTIVATIONS``.
-        role: "gated", the value times y, of (x, y); "gated beside", the same where a gradient is
-            computed too; "gated gradient", x's gradient from the value's, y times z, of (x, y, z).
-        dtype: "bf16", "fp16" or "fp32", in which every step of eager mode is rounded.
+        role: "gated": the value times y, from (x, y); "gated beside": the same if a gradient is
+            also computed; "gated gradient": the gradient of x from the gradient of the value, y
+            times z, from (x, y, z).
+        dtype: "bf16", "fp16" or "fp32", to which every step of eager mode is rounded.
     """
     words = {"bf16": "bf16x2", "fp16": "f16x2", "fp32": "f32"}[dtype]
     minus_zero = "0x80000000" if dtype == "fp32" else "0x80008000"
@@ -164,9 +166,9 @@ def _elements(x, y, z, ACTIVATION: tl.constexpr, ROLE: tl.constexpr, DTYPE: tl.c
 
 @triton.jit
 def tile_of_elements(x, y, z, part, DETAIL: tl.constexpr, DTYPE: tl.constexpr):
-    """Return the result of ``word_ptx`` on tiles; part 1 of a gated gradient is the gradient of up.
+    """Apply ``word_ptx`` to tiles; part 1 of a gated gradient is the gradient of up.
 
-    ``DETAIL``: an activation and a role.
+    ``DETAIL``: the activation and the role.
     """
     ACTIVATION: tl.constexpr = DETAIL[0]
     ROLE: tl.constexpr = DETAIL[1]

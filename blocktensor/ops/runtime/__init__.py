@@ -1,1 +1,1 @@
-"""Internal: deciding once for each kind of call, and recording launches."""
+"""Internal: decide once for each kind of call, and record launches."""

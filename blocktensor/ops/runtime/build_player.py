@@ -1,8 +1,8 @@
 """Build ``player.cpp`` at first use, for the torch and the Python that are installed.
 
-The file is compiled once and kept in a cache folder, under a name made of all that it depends on.
-Processes that begin together wait for the one that compiles. Without a compiler everything works
-through Triton's ordinary launches, which take more host time; one warning says so.
+The file is compiled once and kept in a cache folder, under a name that contains a digest of
+everything that it depends on. Processes that start together wait for the one that compiles. Without
+a compiler, Triton's ordinary launches are used, which take more host time; one warning says so.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ CACHE_VARIABLE = "BLOCKTENSOR_CACHE_DIR"
 """Environment variable: the folder of the compiled file; by default ``~/.cache/blocktensor``."""
 
 SWITCH = "BLOCKTENSOR_PLAYER"
-"""Environment variable: 0 keeps the file from being built and used. Read once."""
+"""Environment variable: with 0 the file is neither built nor used. Read once."""
 
 MODULE = "blocktensor_player"
 STANDARDS = ("c++20", "c++17")
-"""Tried in this order: what torch's headers want, and what old compilers know."""
+"""C++ standards, tried in this order: torch's headers need the first, old compilers lack it."""
 
 SECONDS_TO_WAIT = 300
-"""For another process that compiles; then this one compiles too."""
+"""Seconds to wait for another process that compiles; then this process compiles too."""
 
 
 class CannotBuild(Exception):
@@ -72,7 +72,7 @@ def _player() -> Any:
 
 
 def why_none() -> str:
-    """Return the reason why there is no compiled file in this process; empty if there is one."""
+    """Return why there is no compiled file in this process; empty if there is one."""
     if os.environ.get(SWITCH) == "0":
         return f"switched off by {SWITCH}=0"
     try:
@@ -141,9 +141,9 @@ def _folders() -> Iterator[Path]:
     if chosen:
         yield Path(chosen)
     cache = os.environ.get("XDG_CACHE_HOME")
-    with contextlib.suppress(RuntimeError):  # of a user without a home
+    with contextlib.suppress(RuntimeError):  # this user has no home
         yield (Path(cache) if cache else Path.home() / ".cache") / "blocktensor"
-    # a home that cannot be written to: a folder of this user, in which nobody else plants a file
+    # the home may be read-only: use a folder of this user, to which nobody else can write
     shared = Path(tempfile.gettempdir()) / f"blocktensor-{os.getuid()}"
     with contextlib.suppress(OSError):
         shared.mkdir(mode=0o700, exist_ok=True)
@@ -178,7 +178,7 @@ def _include_folders() -> list[str]:
 
 
 def _fingerprint(compiler: str) -> str:
-    """Return a digest of all that the compiled file depends on."""
+    """Return a digest of everything that the compiled file depends on."""
     parts = (
         SOURCE.read_text(),
         torch.__version__,
@@ -212,7 +212,7 @@ def _command(compiler: str) -> list[str]:
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"
     options = ["-O2", "-w", "-shared", "-fPIC", f"-DTORCH_EXTENSION_NAME={MODULE}", abi]
     includes = [f"-I{folder}" for folder in _include_folders()]
-    # torch has loaded its libraries already: they are found by their names
+    # torch has loaded its libraries already, so that their names suffice
     libraries = [f"-L{of_torch / 'lib'}", "-ltorch_python", "-ltorch_cpu", "-lc10"]
     return [compiler, *options, *includes, str(SOURCE), *libraries]
 

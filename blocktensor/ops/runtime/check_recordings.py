@@ -1,9 +1,9 @@
-"""``BLOCKTENSOR_CHECK_RECORDINGS=1``: run every recorded call plainly too, and compare the bytes.
+"""``BLOCKTENSOR_CHECK_RECORDINGS=1``: also run every recorded call op by op, and compare bytes.
 
-It proves that a recording serves the calls which repeat it. Each repeated call first runs its
-function with Triton's ordinary launches, then the recording, on the same arguments, and compares
-all results and all arguments. Memory that neither writes is filled alike. A plan of a linear layer
-is compared with one that is made anew. Training takes several times as long.
+It checks that recordings are valid for the calls that repeat them. Each repeated call first runs
+its function with Triton's ordinary launches, then the recording, on the same arguments, and
+compares all results and all arguments. New memory is filled with the same values in both. A plan of
+a linear layer is compared with a new plan. Training takes several times as long.
 
 Nothing is compared while a CUDA graph is captured.
 """
@@ -27,11 +27,11 @@ ENABLED = os.environ.get(VARIABLE, "0") not in ("", "0")
 """Set by the environment variable when blocktensor is imported."""
 
 compared = {"recordings": 0, "plans": 0}
-"""Numbers of repeated calls and of plans that were compared so far, by all threads."""
+"""The numbers of repeated calls and of plans compared so far, by all threads."""
 
 
 def checked(function: Callable[..., Any], player: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``player``, which repeats a recording of ``function``, with a check of every call.
+    """Return ``player``, which repeats a recording of ``function``, with a check in every call.
 
     The returned function raises RuntimeError where a call gives other bytes than ``function``.
     """
@@ -42,7 +42,7 @@ def checked(function: Callable[..., Any], player: Callable[..., Any]) -> Callabl
         given = _tensors(args)
         before = [x.detach().clone() for x in given]
         with torch.no_grad(), _disable_current_modes(), _filled_memory():
-            with watch_launches():  # ops of the function run plainly, too
+            with watch_launches():  # the ops of the function must not repeat recordings either
                 want = function(*args)
             written = [x.detach().clone() for x in given]
             for x, y in zip(given, before, strict=True):
@@ -58,10 +58,10 @@ def checked(function: Callable[..., Any], player: Callable[..., Any]) -> Callabl
 
 
 def check_plan(found: Any, anew: Any) -> None:
-    """Check that a plan is the one that its call would make.
+    """Check that a remembered plan equals a new plan for the same call.
 
     Raises:
-        RuntimeError: it is not.
+        RuntimeError: they differ.
     """
     compared["plans"] += 1
     of_found, of_anew = vars(found), vars(anew)

@@ -20,7 +20,7 @@ class _Thread(threading.local):
 
     launches: list[tuple[Launch, Any]] | None = None
     watch: Callable[..., None] | None = None
-    """Called with every op that the thread is about to compute, and its arguments."""
+    """A function that is called with every op before the thread computes it, and its arguments."""
 
 
 this_thread = _Thread()
@@ -30,22 +30,22 @@ current_stream: Callable[[int], int] = getattr(
     "_cuda_getCurrentRawStream",
     lambda device: torch.cuda.current_stream(device).cuda_stream,
 )
-"""Return the address of the caller's stream on a CUDA device, in less time than torch.cuda."""
+"""Return the address of the caller's stream on a CUDA device, faster than torch.cuda does."""
 
 
 class Rows(int):
-    """A number of rows in groups, as an argument: it may differ between calls of one recording."""
+    """A number of rows in groups as argument: it may differ between calls of one recording."""
 
 
 class Launch(NamedTuple):
-    """One launch of a Triton or Gluon kernel.
+    """A launch of a Triton or Gluon kernel.
 
     Planning needs shapes, strides and dtypes only: a launch planned from meta tensors can be
     compiled for an absent GPU. ``args`` are integers, :class:`Rows`, tensors and Gluon's host-side
-    ``TensorDescriptor`` objects over tensors, at least one of the last two kinds. ``options`` say
-    whether a multiplication and an addition are fused (``enable_fp_fusion``): Triton's default
-    differs from version to version. ``compiling`` is entered while Triton may compile. ``sized`` is
-    an output that has as many rows as :class:`Rows` says.
+    ``TensorDescriptor`` objects; at least one is a tensor or descriptor. ``options`` say whether a
+    multiplication and an addition are fused (``enable_fp_fusion``): Triton's default differs from
+    version to version. ``compiling`` is entered while Triton may compile. ``sized`` is an output
+    that has as many rows as :class:`Rows` says.
     """
 
     kernel: Any
@@ -59,8 +59,8 @@ class Launch(NamedTuple):
     def __call__(self) -> None:
         """Launch on the current stream of the arguments' device; an empty grid launches nothing.
 
-        This is Triton's own launch, some 45 us of host time, since it binds and specialises every
-        argument again. ``player.cpp`` repeats launches in less time.
+        This is Triton's own launch. It takes about 45 us of host time, since it binds and
+        specialises every argument again. ``player.cpp`` repeats launches in less time.
 
         Raises:
             RuntimeError: Triton cannot compile the kernel for this GPU.

@@ -1,11 +1,11 @@
-"""Launches recorded once, as data that ``player.cpp`` repeats.
+"""Record the launches of a call, as data that ``player.cpp`` repeats.
 
 A recorded function allocates tensors, plans launches from its arguments' shapes and strides, and
 launches. None of it depends on values or addresses, so calls with arguments of the same kind
 (``specialize.py``) can repeat a recorded one with new addresses: they allocate the same tensors and
-launch the same kernels. Results are the same, bit for bit. Calls of one kind may differ in a number
-of rows that kernels get as :class:`~.launch.Rows`: that of the first argument or, if it is no
-tensor, the first integer.
+launch the same kernels. Results are the same, bit for bit. Calls of one kind may differ in one
+number of rows, which kernels get as :class:`~.launch.Rows`: the rows of the first argument or, if
+this is not a tensor, the first integer.
 
 A recording holds no address and no mutable state: threads, streams and CUDA graph capture need no
 special handling.
@@ -29,7 +29,7 @@ from .triton_compat import launcher
 
 
 class NotRepeatable(Exception):
-    """Raised for calls that do more than allocate and launch; the message says what."""
+    """Raised for calls that do more than allocate and launch; the message names the op."""
 
 
 def record(function: Callable[..., Any], args: tuple[Any, ...], player: Any) -> tuple[Any, Any]:
@@ -52,7 +52,7 @@ def record(function: Callable[..., Any], args: tuple[Any, ...], player: Any) -> 
     given = tensors_in(args)
     addresses = {x.data_ptr() for x in given}
     if len(addresses) < len(given) or launcher.hooked():
-        # Two arguments at one address cannot be distinguished.
+        # Two arguments at one address cannot be told apart.
         return function(*args), None
     with watch_launches() as launches, _Watch() as watch:
         result = function(*args)
@@ -79,7 +79,7 @@ def _warn_once(reason: str) -> None:
 
 
 class _Watch(TorchDispatchMode):
-    """Collects the tensors that a function allocates, and the names of all other ops it runs."""
+    """A mode that collects the tensors that a function allocates, and the names of other ops."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ _ALIGNMENT = 512
 
 
 class _Call:
-    """One call, to be written down: what it was given, allocated, launched and returned.
+    """One call to record: its arguments, allocations, launches and results.
 
     Attributes:
         given: the tensors among its arguments.
@@ -143,17 +143,18 @@ class _Call:
         self.device = given[0].device
         if any(x.device != self.device for x in made):
             raise NotRepeatable("it allocates on another device")
-        # Calls say their number of rows; one that does not has always as many.
+        # A call says its number of rows; else the number is always the same.
         self._has_rows = isinstance(args[0], Tensor) or any(type(x) is int for x in args)
         self._sized = {x.data_ptr() for each, _ in launches if (x := each.sized) is not None}
-        # Tensors that are not returned share one allocation, the first, unless their rows differ.
+        # Tensors that are not returned share the first allocation, unless their numbers of rows
+        # differ.
         inner = self._inner()
         self._offsets, size = {}, 0
         for i in inner if len(inner) > 1 else ():
             self._offsets[i] = size
             size += ceil_div(made[i].untyped_storage().nbytes(), _ALIGNMENT) * _ALIGNMENT
         self._allocations: list[tuple[Any, ...]] = []
-        self._index: dict[int, int] = {}  # of an allocation, by the number of its tensor
+        self._index: dict[int, int] = {}  # by the number of a tensor
         if size:
             self._allocations.append(((size,), (1,), torch.uint8, False))
         for i, x in enumerate(made):
@@ -186,12 +187,12 @@ class _Call:
         return *kernel.configuration, parameters
 
     def _place(self, tensor: Tensor) -> tuple[int, int]:
-        """Return the tensor of the call that a pointer lies in, and the bytes before it there."""
+        """Return the tensor of the call that contains a pointer, and the offset in bytes."""
         at = tensor.data_ptr()
         known = [(i, x) for i, x in enumerate(self.given)]
         known += [(len(self.given) + i, x) for i, x in enumerate(self.made)]
         found = [(i, x) for i, x in known if x.data_ptr() == at]
-        if not found:  # a part of one of them
+        if not found:  # the pointer is a part of an argument
             storage = tensor.untyped_storage().data_ptr()
             found = [(i, x) for i, x in known if x.untyped_storage().data_ptr() == storage]
         if len(found) != 1:

@@ -1,4 +1,4 @@
-"""Functions that are decided once for each kind of call (docs/design/deciding_once.md).
+"""Decide functions once for each kind of call (docs/design/deciding_once.md).
 
 The checks of an op, its backend and its launches depend on shapes, strides, dtypes, alignment and
 device, never on values. A :class:`Specialized` function decides them at the first call of a kind
@@ -27,10 +27,10 @@ GEMM_VARIABLE = "BLOCKTENSOR_GEMM"
 """Environment variable that forces a GEMM backend by name; part of every key."""
 
 MAX_KEYS = 4096
-"""Most decisions in one table; beyond it the oldest is dropped, and made again if needed."""
+"""Most decisions in one table; then the oldest is dropped, and made again if needed."""
 
 PLAIN = (Tensor, nn.Parameter)
-"""Types of tensors that have memory: neither fake nor wrappers."""
+"""Types of plain tensors, which have memory."""
 
 Result = TypeVar("Result")
 
@@ -48,21 +48,21 @@ def forced_gemm() -> str | None:
 
 
 def must_dispatch(x: Tensor) -> bool:
-    """Return whether an op on ``x`` must go through the dispatcher.
+    """Return True if an op on ``x`` must go through the dispatcher.
 
-    That is while a compiler traces, under a dispatch mode, and for tensors without memory.
+    It must while a compiler traces, under a dispatch mode, and for tensors without memory.
     """
     return is_compiling() or type(x) not in PLAIN or x.is_meta or _dispatch_modes() > 0
 
 
 def key_of(args: tuple[Any, ...]) -> Hashable:
-    """Return the layouts of all tensors, in casts and tuples too, and all other arguments.
+    """Return the layouts of all tensors, also in casts and tuples, and all other arguments.
 
     A layout is all that a decision may depend on: sizes, strides, dtype, the address modulo 16 and
-    the device. Rows in groups, which an int32 vector of ends says, count in whole steps
+    the device. If there is an int32 vector, the ends of groups, numbers of rows are rounded up
     (:func:`_key_of_groups`).
 
-    Written for host time: every eager op builds one key.
+    It is written for speed: every eager op builds one key.
     """
     key: list[Any] = []
     for x in args:
@@ -85,17 +85,17 @@ def key_of(args: tuple[Any, ...]) -> Hashable:
 
 
 _ENDS = torch.int32
-"""The dtype of the ends of groups, and of no other argument of an op."""
+"""The dtype of the ends of groups; no other argument of an op has it."""
 
 
 def _key_of_groups(args: tuple[Any, ...]) -> Hashable:
-    """Return :func:`key_of` for rows in groups, whose number is rounded up to whole steps.
+    """Return :func:`key_of` for rows in groups, whose number is rounded up to ``GROUP_STEP``.
 
-    The number of rows is that of the first argument or, if it is no tensor, the first integer.
-    Matrices in high precision have exactly as many; casts already have whole steps of rows.
+    The first argument has this number of rows; if it is not a tensor, the first integer is the
+    number. Matrices in high precision have exactly as many; rows of casts are rounded up already.
     """
     if isinstance(args[0], Tensor):
-        rows = sum(args[0].shape[:1])  # a number has none
+        rows = sum(args[0].shape[:1])  # the number is not a tensor
     else:
         rows = next((x for x in args if type(x) is int), -1)
     key: list[Any] = [group_rows(rows)]
@@ -121,11 +121,11 @@ class Decisions(Generic[Result]):
         self._found: dict[Hashable, Result] = {}
 
     def get(self, key: Hashable) -> Result | None:
-        """Return the decision with this key, if there is one."""
+        """Return the decision for this key, if there is one."""
         return self._found.get((key, _environment.get(_VARIABLE)))
 
     def put(self, key: Hashable, decision: Result) -> Result:
-        """Remember a decision, in place of the oldest one if there are many, and return it."""
+        """Store a decision and return it; a full table drops the oldest one."""
         while len(self._found) >= MAX_KEYS:
             self._found.pop(next(iter(tuple(self._found)), None), None)
         self._found[key, _environment.get(_VARIABLE)] = decision
@@ -140,7 +140,7 @@ class Decisions(Generic[Result]):
 
 
 class _PlainTable:
-    """What ``Table`` of ``player.cpp`` does, where nothing is repeated: on a CPU, say."""
+    """A replacement of ``player.cpp``'s ``Table`` without repetition, for example on a CPU."""
 
     __slots__ = ("_decisions", "_miss")
 
@@ -184,7 +184,7 @@ class Specialized:
 
     Decisions may depend on :func:`key_of` the arguments and on ``BLOCKTENSOR_GEMM``.
 
-    Threads may share one: two that meet a new kind together both decide, and either result serves.
+    Threads may share one: if two see a new kind together, both decide, and either result is valid.
     """
 
     __slots__ = ("_decide", "_dispatch", "_table")
@@ -205,9 +205,9 @@ class Specialized:
         return self._table(*args)
 
     def run(self, *args: Any) -> Any:
-        """Run the function outside the dispatcher; plainly, as a part of what is being recorded."""
+        """Run the function outside of the dispatcher; do not repeat while a call is recorded."""
         if this_thread.watch is not None:
-            with watching(None) as watch:  # not the ops that this one runs
+            with watching(None) as watch:  # do not watch the ops that this op runs
                 watch(self, args)
                 return self.run(*args)
         if this_thread.launches is not None:
@@ -226,7 +226,7 @@ class Specialized:
             return function(*args)
         if isinstance(self._table, _PlainTable):
             self._table = player.Table(self._first, MAX_KEYS)
-        from .record import record  # needs Triton
+        from .record import record  # this import needs Triton
 
         result, recording = record(function.function, args, player)
         if check_recordings.ENABLED and isinstance(recording, player.Recording):
@@ -238,7 +238,7 @@ class Specialized:
         return result
 
     def forget(self) -> None:
-        """Decide anew for every kind."""
+        """Forget all decisions."""
         self._table.forget()
 
     def __len__(self) -> int:
@@ -249,7 +249,7 @@ class Specialized:
 def watching(watch: Callable[..., None] | None) -> Iterator[Any]:
     """Call ``watch`` with every op that this thread computes, and its arguments, before it runs.
 
-    Matmuls run op by op meanwhile. Yields the function that was called before.
+    Matmuls run op by op meanwhile. Yield the previous function.
     """
     outer, this_thread.watch = this_thread.watch, watch
     try:
@@ -259,14 +259,14 @@ def watching(watch: Callable[..., None] | None) -> Iterator[Any]:
 
 
 SEQUENCES: list[Specialized] = []
-"""The recordings of every sequence."""
+"""All sequences, with their recordings."""
 
 
 def sequence(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a function that calls several ops: record it once for calls of one kind.
+    """Decorate a function that calls several ops, so that it is recorded once for each kind.
 
-    The kind is :func:`key_of` all arguments. While ops are watched or must go through the
-    dispatcher, the function itself runs.
+    The kind of a call is the :func:`key_of` all arguments. While ops are watched or must go through
+    the dispatcher, the function itself runs.
     """
     table = Specialized(lambda *args: recorded(function), function)
     SEQUENCES.append(table)
@@ -281,8 +281,9 @@ def sequence(function: Callable[..., Any]) -> Callable[..., Any]:
 def recorded(function: Callable[..., Any], launches: bool = True) -> Callable[..., Any]:
     """Record the launches of ``function`` once for calls of one kind, then repeat them.
 
-    Unchanged unless it only allocates and ``launches`` Triton kernels (``record.py``).
+    Return ``function`` itself unless it only allocates and ``launches`` Triton kernels
+    (``record.py``).
     """
     if not launches or this_thread.launches is not None or not has_triton():
-        return function  # it may be a part of what is being recorded
+        return function  # this call may be a part of a recorded one
     return Recorded(function)

@@ -7,7 +7,7 @@ from numbers import Integral
 from typing import Any, Literal, get_args
 
 from ...ops.devices import CARDS
-from ...recipe import DEFAULT_RECIPE, Recipe, is_recipe
+from ...recipe import DEFAULT_RECIPE, Recipe, check_recipe
 
 CardName = Literal["H100", "H200"]
 Sharding = Literal["none", "fsdp2"]
@@ -66,7 +66,7 @@ class Setup:
                 raise ValueError(
                     f"{name}={value!r}: expected one of {', '.join(map(repr, choices))}"
                 )
-        is_recipe(self.recipe)
+        check_recipe(self.recipe)
         if self.sharding == "fsdp2" and self.gpus == 1:
             raise ValueError(
                 "sharding='fsdp2' with gpus=1 shards nothing: pass sharding='none', or more GPUs"

@@ -1,8 +1,8 @@
-"""The block amaxes of sharded weights, on every rank: one all-reduce a forward for all weights.
+"""Keep the block amaxes of sharded weights on every rank, by one all-reduce in each forward.
 
 A 128x128 block may lie on several ranks. Each rank writes the amax of its share of every block into
-a flat tensor; the maximum over the ranks is the amax of the whole weights. Every rank's cast and
-the gathered weight use the scales of these amaxes, which are therefore not gathered.
+a flat tensor; the maximum over the ranks is the amax of the whole weights. All ranks compute the
+same scales from these amaxes, so that scales are not gathered.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from .fsdp_internals import ShardedParam, sharded_with
 class ShardSlice:
     """The part of a weight that a rank holds, from index ``start`` on along ``dim``.
 
-    ``shape`` is that of the whole weight, ``[..., N, K]``, and ``format`` that of its cast.
+    ``shape`` is the shape of the whole weight, ``[..., N, K]``; ``format`` is the format of its
+    cast.
     """
 
     shape: tuple[int, ...]
@@ -41,24 +42,24 @@ class ShardSlice:
 
     @property
     def _side(self) -> int:
-        """-2: rows are sharded; -1: columns; below: matrices of a stack."""
+        """-2 if rows are sharded, -1 if columns, less if matrices of a stack."""
         return self.dim - len(self.shape)
 
     @property
     def offsets(self) -> tuple[int, int]:
-        """Rows and columns from the start of its first block to its own start."""
+        """Rows and columns between the start of its first block and its own start."""
         rows, cols = self.format.block_shape
         return self.start % rows * (self._side == -2), self.start % cols * (self._side == -1)
 
     def blocks(self, table: Tensor, local: Tensor) -> Tensor:
-        """Return the entries of ``table[..., N/128, K/128]`` for the blocks ``local`` lies in."""
+        """Return the entries of ``table[..., N/128, K/128]`` for the blocks of ``local``."""
         block = 1 if self._side < -2 else self.format.block_shape[self._side]
         first, within = divmod(self.start, block)
         return table.narrow(self.dim, first, ceil_div(within + local.shape[self.dim], block))
 
     @property
     def entries(self) -> int:
-        """Return the entries of a flat tensor that the weight takes; rows of scales are padded."""
+        """The number of entries of the weight in a flat tensor; rows of scales are padded."""
         *rows, cols = self.format.scale_shape(self.shape)
         return math.prod(rows) * pad4(cols)
 
@@ -69,7 +70,7 @@ class ShardSlice:
 
 
 class View(NamedTuple):
-    """A view of a flat tensor, to be made again of others: one op takes a third of the time."""
+    """A view of a flat tensor, to repeat on others: one op takes a third of the time."""
 
     shape: torch.Size
     strides: tuple[int, ...]
@@ -77,11 +78,11 @@ class View(NamedTuple):
 
     @classmethod
     def like(cls, view: Tensor) -> View:
-        """Return the view that ``view`` is of the tensor below it."""
+        """Return the view by which ``view`` was taken of its base."""
         return cls(view.shape, view.stride(), int(view.storage_offset()))
 
     def of(self, flat: Tensor) -> Tensor:
-        """View ``flat``."""
+        """Take this view of ``flat``."""
         return flat.as_strided(*self)
 
 
@@ -89,11 +90,10 @@ class Layout:
     """Where the blocks of weights lie in a flat tensor.
 
     Attributes:
-        size: of the tensor.
-        formats: the slice of each format, whose weights lie side by side: their scales are computed
-            at once.
-        own: of each weight, the view of the blocks that this rank's rows lie in.
-        whole: of each weight, the view of all its blocks.
+        size: the size of the flat tensor.
+        formats: for each format the slice of its weights, whose scales are computed at once.
+        own: for each weight, the view of the blocks of this rank's rows.
+        whole: for each weight, the view of all its blocks.
     """
 
     def __init__(self, slices: Sequence[ShardSlice], shards: Sequence[Tensor]) -> None:
@@ -112,9 +112,9 @@ class Layout:
 
 
 class Reduction:
-    """The flat tensors of one reduction. Nobody writes to them again.
+    """The flat tensors of one reduction, which are never written again.
 
-    So a gather that is on its way has the scales of its bytes, whatever was reduced since.
+    So a running gather has the scales of its bytes, even after later reductions.
     """
 
     def __init__(self, *flat: Tensor) -> None:
@@ -122,7 +122,7 @@ class Reduction:
         self._streams: set[Any] = set()
 
     def used_here(self) -> None:
-        """Keep the memory until work that the current stream has by now is done."""
+        """Keep the memory until the work queued on the current stream is done."""
         if not self._flat[0].is_cuda:
             return
         stream = torch.cuda.current_stream(self._flat[0].device)
@@ -133,13 +133,13 @@ class Reduction:
 
 
 class Reduced(NamedTuple):
-    """What this rank knows of the blocks of one weight.
+    """The amaxes and scales of one weight, after a reduction.
 
     Attributes:
-        own: the amaxes of its rows in the blocks that they lie in.
-        amax: of these blocks.
-        scale: of all blocks.
-        changes: how often its rows had changed when they were read; None if all this is NaN.
+        own: the amaxes of this rank's rows in their blocks.
+        amax: the amaxes of these whole blocks.
+        scale: the scales of all blocks.
+        changes: the count of changes to its rows when they were read; None if all values are NaN.
         reduction: the flat tensors.
     """
 
@@ -151,22 +151,22 @@ class Reduced(NamedTuple):
 
 
 class AmaxTable:
-    """The latest :class:`Reduced` of weights that one group of ranks shards under one root.
+    """The latest :class:`Reduced` of all weights that one group of ranks shards under one root.
 
-    It alone decides when amaxes are reduced, and whether those of a weight are of its rows as they
-    are now. All ranks must reduce together. So they decide by what they run, which is the same on
-    all of them, and not by what they hold: a rank's rows may be written on that rank alone, and
-    PyTorch does not count every write.
+    It alone decides when amaxes are reduced, and whether the amaxes of a weight are up to date. All
+    ranks must reduce together. So they decide by what they run, which is the same on all ranks, and
+    not by what they hold: rows may be written on one rank alone, and PyTorch does not count every
+    write.
     """
 
     def __init__(
         self, weights: Sequence[ShardedParam], known: Sequence[Reduced | None], *, alone: bool
     ) -> None:
-        """Begin a table for ``weights``, given in one order on all ranks.
+        """Create a table for ``weights``, in the same order on all ranks.
 
         Args:
-            weights: of one group of ranks.
-            known: what another table knew of each.
+            weights: the weights of one group of ranks.
+            known: the :class:`Reduced` of each in an earlier table.
             alone: True if further weights of the same root may be found later.
         """
         self.weights, self.alone, self.reductions = tuple(weights), alone, 0
@@ -185,24 +185,24 @@ class AmaxTable:
             some: Layout([self.slices[i] for i in some], [shards[i] for i in some])
             for some in {self._all, *self._together.values()}
         }
-        self._forward = -1  # the forward of the last reduction of all
-        self._gathered: set[int] = set()  # weights that were gathered since
-        self._prepared: set[int] = set()  # weights of the gather that runs, not yet asked for
-        self._written: set[int] = set()  # weights that forwards write before they gather them
+        self._forward = -1  # the forward in which all weights were last reduced
+        self._gathered: set[int] = set()  # weights gathered since then
+        self._prepared: set[int] = set()  # weights of the running gather, not yet asked for
+        self._written: set[int] = set()  # weights that forwards write to before they gather them
 
     def prepare_gather(self, index: int) -> Reduced:
-        """Return what the ranks know of a weight's rows as they are now.
+        """Return the amaxes and scales for the next gather of a weight.
 
         FSDP asks for all weights of its group, one after another; the first request decides for
         all. FSDP gathers
 
-        - for a forward: the first gather of a forward reduces the amaxes of all weights, and so
-          does one of weights that were gathered in this forward before;
+        - for a forward: the first gather of a forward reduces the amaxes of all weights; so does a
+          gather of weights that this forward has gathered before;
         - because somebody calls ``unshard()``: the amaxes of its weights are reduced, since nobody
           knows who has written to them;
         - for a backward: nothing is reduced. The backward raises if it uses other values than its
-          forward did, and FSDP also gathers ahead what no backward uses. Rows that have changed
-          since they were reduced become NaN, so that no rank computes with what saturates.
+          forward, and FSDP also prefetches weights that no backward uses. Rows that have changed
+          since their reduction become NaN, so that no rank computes with saturated values.
         """
         if self.weights[index].in_backward():
             return self._in_backward(index)
@@ -214,10 +214,10 @@ class AmaxTable:
         return reduced
 
     def cast(self, index: int, rows: Tensor, reduced: Reduced) -> Tensor:
-        """Cast this rank's rows of a weight by the scales of the whole: e4m3.
+        """Cast this rank's rows of a weight to e4m3 by the scales of the whole weight.
 
-        Blocks become NaN if rows have changed since they were reduced, but for changes that leave
-        the scales as they are: so all ranks see changes that nobody counts.
+        Blocks become NaN if their amax has changed since the reduction: so all ranks see changes
+        that PyTorch does not count.
         """
         part = self.slices[index]
         if not rows.numel():
@@ -226,11 +226,11 @@ class AmaxTable:
         return quantize_shard(rows, reduced.amax, part.format, *part.offsets, reduced.own)
 
     def known(self, index: int) -> Reduced | None:
-        """Return the latest of a weight; None if its amaxes were never reduced."""
+        """Return the latest :class:`Reduced` of a weight; None if its amaxes were never reduced."""
         return self._reduced[index]
 
     def _in_backward(self, index: int) -> Reduced:
-        """Return what was reduced of the present rows, or NaN."""
+        """Return the reduction of the present rows, or NaN if they have changed since."""
         reduced = self._reduced[index]
         if reduced is not None and self._is_of_present_rows(index):
             return reduced
@@ -240,7 +240,7 @@ class AmaxTable:
         return Reduced(*views[0], views[1], None, Reduction(nan))
 
     def _prepare(self, together: tuple[int, ...]) -> None:
-        """Reduce what a gather of these weights needs."""
+        """Reduce the amaxes that a gather of these weights needs."""
         self._prepared.clear()
         first = self.weights[together[0]]
         forward = first.forwards()
@@ -258,8 +258,8 @@ class AmaxTable:
     def _are_written_in_forwards(self, together: tuple[int, ...]) -> bool:
         """Return True if forwards write to weights before they gather them.
 
-        A rank notices that by its own counters, with which it must not decide alone: the ranks
-        agree on it, once for each weight.
+        A rank detects this by its own counters, which may differ between ranks: so the ranks agree
+        on it, once for each weight.
         """
         found = {i for i in together if not self._is_of_present_rows(i)} - self._written
         if found:
@@ -275,7 +275,7 @@ class AmaxTable:
         return not self._written.isdisjoint(together)
 
     def _is_of_present_rows(self, index: int) -> bool:
-        """Return True if a weight has not changed since it was reduced, as far as one can know."""
+        """Return True if a weight has no counted change since its reduction."""
         reduced = self._reduced[index]
         return reduced is not None and reduced.changes == self.weights[index].changes()
 
@@ -313,7 +313,7 @@ class AmaxTable:
 
 
 class Place(NamedTuple):
-    """Where a weight is in which table, which was made for a shard with this recipe."""
+    """The place of a weight in a table that was made for a shard with this recipe."""
 
     table: AmaxTable
     slot: int
@@ -323,13 +323,13 @@ class Place(NamedTuple):
 _PLACES: weakref.WeakKeyDictionary[Any, Place] = weakref.WeakKeyDictionary()
 """The place of each parameter, by FSDP's own object for it.
 
-It outlives the shard: after a move FSDP pads the rows into a new one, on those ranks alone that
-have fewer than others. They must not compare their weights while the other ranks do not.
+It outlives the shard: after a move FSDP creates a new shard with padded rows, but only on ranks
+with fewer rows. These ranks must not compare their weights alone.
 """
 
 
 def known_place(owner: Any) -> Place | None:
-    """Return the place of FSDP's parameter, if it was made for the recipe that its shard has."""
+    """Return the place of FSDP's parameter, if it was made for the recipe of its shard."""
     place = None if owner is None else _PLACES.get(owner)
     if place is None:
         return None
@@ -341,7 +341,7 @@ def known_place(owner: Any) -> Place | None:
 
 
 def place_of(owner: Any) -> Place | None:
-    """Return the place of FSDP's parameter; make it now if FSDP knows the weights of one table."""
+    """Return the place of FSDP's parameter; create it if FSDP knows the weights of one table."""
     place = known_place(owner)
     if place is None or place.table.alone:
         together, are_all = sharded_with(owner)
@@ -357,7 +357,7 @@ def place_of(owner: Any) -> Place | None:
 
 
 def _build(weights: Sequence[ShardedParam], alone: bool) -> None:
-    """Make the table of weights that share a group, after a comparison with the other ranks."""
+    """Create the table of weights that share a group, after a comparison with the other ranks."""
     recipes = [_shard_of(weight).recipe for weight in weights]
     lines = [
         f"{weight.name} {list(weight.shape)} sharded on dim {weight.dim}, "
@@ -377,6 +377,6 @@ def _build(weights: Sequence[ShardedParam], alone: bool) -> None:
 
 
 def _shard_of(weight: ShardedParam) -> Any:
-    """Return the present FP8Shard of a weight; None of a parameter that is not in FP8."""
+    """Return the present FP8Shard of a weight; None for a parameter that is not in FP8."""
     local = weight.local
     return local if isinstance(local, MasterBase) else None

@@ -129,8 +129,8 @@ _COPIED_FROM = WeakIdKeyDictionary()
 """Weak references to the parts that parts on other devices are copies of."""
 
 
-def is_copy(part: Tensor, original: Tensor) -> None:
-    """Note that ``part`` is a copy on another device: FSDP gathers one of what it offloads."""
+def remember_copy(part: Tensor, original: Tensor) -> None:
+    """Remember that ``part`` is a copy on another device: FSDP gathers one of what it offloads."""
     _COPIED_FROM[part] = weakref.ref(original)
 
 

@@ -1,4 +1,4 @@
-"""Gather an FP8 weight under FSDP2: the bytes that a rank sends, and the weight made of all.
+"""Gather an FP8 weight under FSDP2: the bytes that a rank sends, and the weight made from all.
 
     a weight [N, K]         Tensor parallelism, if any,        FSDP2 cuts each part again,
                             cuts it between 2 ranks. So        here between 2 ranks.
@@ -16,10 +16,12 @@
     master, scales --cast--> e4m3 rows, padded --all-gather--> e4m3 bytes of the part
     bytes, scales --> BlockwiseFP8Tensor, which the linear (of tensor parallelism) multiplies by
 
-    Frozen: every rank holds e4m3 rows and all scales, so that the bytes are gathered as they are.
+    Frozen: every rank holds e4m3 rows and all scales, so that the bytes are gathered without a
+    cast.
 
-FSDP calls ``fsdp_pre_all_gather`` for what a rank sends and ``fsdp_post_all_gather`` with what
-arrives, once for each weight in a forward, and again in the backward of weights that it has freed.
+FSDP calls ``fsdp_pre_all_gather`` for the bytes that a rank sends and ``fsdp_post_all_gather`` with
+the gathered bytes: once for each weight in forward, and again in backward for weights that it has
+freed.
 """
 
 from __future__ import annotations
@@ -44,11 +46,11 @@ from .fsdp_internals import owner_of
 
 
 class Sent(NamedTuple):
-    """Facts about a weight that a rank knows without gathering it.
+    """The facts about a weight that a rank knows without a gather.
 
     Attributes:
         shape, scale, recipe: of the whole weight.
-        reduced: what a trainable weight is cast by; None of a frozen one.
+        reduced: the amaxes and scales of a trainable weight; None for a frozen one.
     """
 
     shape: torch.Size
@@ -62,7 +64,7 @@ Inputs = tuple[tuple[Tensor, ...], Sent]
 
 
 class GatheredInFP8(FP8Base):
-    """Base class of shards, which hold a rank's rows and make the weight of gathered bytes.
+    """The base class of shards, which hold a rank's rows and create the weight from gathered bytes.
 
     Attributes:
         recipe: the :class:`~blocktensor.Recipe` of the weight's casts.
@@ -92,15 +94,15 @@ class GatheredInFP8(FP8Base):
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         """Return an FP8 weight that views the gathered bytes, or update an earlier one, ``out``.
 
-        A trainable weight has scales of its own, which change with its bytes: graphs save both.
-        FSDP gathers the bytes again into the same memory, uncounted; so are the scales written. The
-        generation says which values these are.
+        A trainable weight has its own scales, which change with its bytes: graphs save both. FSDP
+        gathers into the same memory again, and neither bytes nor scales count these writes. The
+        generation says which values the memory holds.
         """
-        if torch.is_inference_mode_enabled():  # a forward for training may find it gathered
+        if torch.is_inference_mode_enabled():  # a forward for training may find it already gathered
             with torch.inference_mode(False):
                 return self.fsdp_post_all_gather(all_gather_outputs, metadata, param_dtype, out=out)
         (gathered,), (shape, scale, recipe, reduced) = all_gather_outputs, metadata
-        local = local_of(out)  # FSDP wraps weights that tensor parallelism has cut
+        local = local_of(out)  # FSDP wraps the parts of tensor parallel weights
         weight: Any = out if local is None else local
         is_first = weight is None
         format = recipe.weight_format
@@ -117,7 +119,7 @@ class GatheredInFP8(FP8Base):
             weight.generation = None if reduced is None else Generation()
         else:
             weight.rowwise_data, weight.rowwise_scale = data, scale
-            # those of the first gather, unless a load has assigned a shard with others
+            # the scales of the first gather, unless a load has assigned a shard with other scales
             weight.recipe, weight.rowwise_format = recipe, format
             weight.columnwise_format = format
         if reduced is not None:
@@ -126,14 +128,14 @@ class GatheredInFP8(FP8Base):
 
 
 class GatheredTrainable(GatheredInFP8, MasterBase):
-    """Rows of a master, which are cast as they are gathered."""
+    """Rows of a master, which are cast before they are gathered."""
 
     @property
     def fsdp_pre_all_gather(self) -> Callable[..., Inputs]:
-        """The method that FSDP calls for the tensors to gather.
+        """Return the method that FSDP calls for the tensors to gather.
 
-        FSDP also looks it up when the root's first forward begins, before anything is gathered. The
-        ranks compare their weights then, while none of them waits in a collective.
+        FSDP also reads this property when the root's first forward begins, before any gather. The
+        ranks compare their weights then, while no rank waits in a collective.
         """
         place_of(owner_of(self))
         return self._cast_rows
@@ -155,12 +157,12 @@ class GatheredTrainable(GatheredInFP8, MasterBase):
         sent = padded(table.cast(index, self.master, reduced), weight.dim, outer_size, mesh)
         return (sent,), Sent(outer_size, reduced.scale, self.recipe, reduced)
 
-    # FSDP inspects it at every gather of every weight; so it is found without work
+    # FSDP inspects its signature in every gather of every weight: make this cheap
     _cast_rows.__signature__ = inspect.signature(_cast_rows)  # type: ignore[attr-defined]
 
 
 class GatheredFrozen(GatheredInFP8):
-    """Rows in e4m3, which are gathered as they are.
+    """Rows in e4m3, which are gathered without a cast.
 
     Attributes:
         data_rows: the rows, plain e4m3.
@@ -186,5 +188,5 @@ def padded(data: Tensor, dim: int, whole: torch.Size, mesh: Any) -> Tensor:
     missing = ceil_div(whole[dim], mesh.size()) - data.shape[dim]
     if missing <= 0:
         return as_bytes
-    # only along rows: FSDP shards other dimensions evenly
+    # only rows: FSDP shards other dimensions evenly
     return F.pad(as_bytes, [0, 0] * (data.ndim - 1 - dim) + [0, missing])

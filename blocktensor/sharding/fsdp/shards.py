@@ -16,13 +16,13 @@ from ...tensor.base import implements, on_master
 from ...tensor.fp8_tensor import ATEN_OPS, BlockwiseFP8Tensor
 from ...tensor.refusals import refuse, refuse_one_tensor
 from ...tensor.weight import WEIGHT_OPS, BlockwiseFP8Weight
-from .fsdp_internals import is_copy
+from .fsdp_internals import remember_copy
 from .gather import GatheredFrozen, GatheredTrainable
 
 aten = torch.ops.aten
 
 _SHARD_OPS: dict[Any, Callable[..., Any]] = {}
-"""The ops of FP8Shard below autograd; all others act on the rows."""
+"""The ops of FP8Shard below autograd; all other ops act on the rows."""
 
 _PRODUCTS = {
     F.linear,
@@ -37,7 +37,7 @@ _PRODUCTS = {
 }
 
 _ALIASES = {aten.detach.default, aten.alias.default}
-"""Ops whose result is the same rows, as another object."""
+"""Ops whose results have the same rows as their argument."""
 
 _COPIES = {
     aten.new_zeros.default,
@@ -48,17 +48,17 @@ _COPIES = {
     aten._to_copy.default,
     aten._pin_memory.default,  # for moves
 }
-"""Ops whose result is a shard with other rows."""
+"""Ops whose results are shards with other rows."""
 
 _VIEWS = {aten.view.default, aten.t.default, aten.transpose.int, aten.select.int, aten.split.Tensor}
-"""Ops whose results are parts of a shard, with which products raise too."""
+"""Ops whose results are parts of a shard; matmuls with these also raise."""
 
 
 class FP8Shard(GatheredTrainable):
     """Rows of the master of a :class:`~blocktensor.BlockwiseFP8Weight`, to be gathered in FP8.
 
     Optimizers, clipping, checkpoints and other ops act on the high-precision rows; FSDP gathers
-    e4m3 bytes. Products raise, since they need the whole weight.
+    e4m3 bytes. Matmuls raise, since they need the whole weight.
 
     Attributes:
         master: the rows, a plain high-precision tensor.
@@ -70,7 +70,7 @@ class FP8Shard(GatheredTrainable):
     def __new__(cls, master: Tensor, recipe: Recipe) -> FP8Shard:
         """Wrap ``master``, whose storage is shared.
 
-        Its dtype is checked where it is cast: ``model.double()`` gives it one that cannot be.
+        Casts check the dtype, since ``model.double()`` may create shards that cannot be cast.
 
         Raises:
             ValueError: another rank than a weight's.
@@ -109,18 +109,18 @@ class FP8Shard(GatheredTrainable):
         return torch.utils._pytree.tree_map(lambda x: first._with_rows(x, ranks), out)
 
     def _with_rows(self, rows: Tensor, ranks: tuple[int, ...]) -> Tensor:
-        """Return a shard of the same weight with other rows, or what cannot be such rows."""
+        """Return a shard with other rows, or ``rows`` if these cannot be rows of a shard."""
         if rows.ndim not in ranks or not (rows.is_floating_point() or rows.is_complex()):
             return rows
         shard = FP8Shard(rows, self.recipe)
         if shard.device != self.device:
-            is_copy(shard, self)
+            remember_copy(shard, self)
         return shard
 
 
 @implements(_SHARD_OPS, *_ALIASES)
 def _alias(func: Any, shard: FP8Shard) -> FP8Shard:
-    # the same master: an alias made below autograd would have a counter of its own
+    # the same master: an alias made below autograd would have its own version counter
     return FP8Shard(shard.master, shard.recipe)
 
 
@@ -136,7 +136,7 @@ def _alias(func: Any, shard: FP8Shard) -> FP8Shard:
 )
 def _refuse_product(func: Any, *args: Any, **kwargs: Any) -> NoReturn:
     raise NotImplementedError(
-        f"{func} reached the shard of an FP8 weight: a product needs the whole weight, which FSDP "
+        f"{func} reached the shard of an FP8 weight: a matmul needs the whole weight, which FSDP "
         f"gathers while the forward of its module runs"
     )
 
@@ -150,10 +150,10 @@ _ON_BYTES = {
     aten.empty_like.default,
     aten.clone.default,
     aten.is_pinned.default,
-    aten.new_empty.default,  # what ranks hold if a weight has fewer rows, or experts, than ranks
+    aten.new_empty.default,  # the part of ranks that get no rows or experts
     *_ALIASES,
 }
-"""Ops that act on e4m3 rows as on any tensor."""
+"""Ops that run on e4m3 rows as on any tensor."""
 
 
 class FrozenShard(GatheredFrozen):
@@ -196,12 +196,12 @@ class FrozenShard(GatheredFrozen):
             first.data_rows.copy_(others[0].data_rows)
             first.scale.copy_(others[0].scale)
             return first
-        if func not in _ON_BYTES:  # these have one tensor, their first argument
+        if func not in _ON_BYTES:  # these take one tensor, as first argument
             _refuse_values(str(func))
         rows = first.data_rows if func in _ALIASES else func(first.data_rows, *others, **kwargs)
         if not isinstance(rows, Tensor) or rows.ndim != first.ndim:
             return rows
-        # model.to_empty(device=...) of a model on meta
+        # model.to_empty(device=...) for a model on meta
         is_new = first.scale.is_meta and not rows.is_meta
         move = torch.empty_like if is_new else Tensor.to
         scale = move(first.scale, device=rows.device)
@@ -216,7 +216,7 @@ def _refuse_values(what: str) -> NoReturn:
     )
 
 
-# How fully_shard makes shards of whole weights: it cuts them and pads the parts
+# fully_shard cuts whole weights and pads the parts
 
 
 def chunks(weight: BlockwiseFP8Tensor, *args: Any, **kwargs: Any) -> list[FrozenShard]:
@@ -248,7 +248,7 @@ def _frozen_zeros(func: Any, x: BlockwiseFP8Tensor, size: Sequence[int], **optio
 def _trainable_zeros(
     func: Any, w: BlockwiseFP8Weight, size: Sequence[int], **kwargs: Any
 ) -> Tensor:
-    """Return zeros: a shard where FSDP asks for one, plain for another rank, dtype or device."""
+    """Return zeros: a shard if FSDP asks for one; plain for other ranks, dtypes or devices."""
     zeros: Tensor = func(w.master, size, **kwargs)
     is_part = zeros.ndim == w.ndim and zeros.dtype == w.dtype and zeros.device == w.device
     return FP8Shard(zeros, w.recipe) if is_part else zeros

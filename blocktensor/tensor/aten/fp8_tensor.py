@@ -1,6 +1,6 @@
-"""Views and copies of a BlockwiseFP8Tensor.
+"""View and copy BlockwiseFP8Tensors.
 
-A view has the same bytes under another shape or orientation; a copy has storage of its own.
+A view has the same bytes with another shape or orientation; a copy has its own storage.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _swap_last(x: BlockwiseFP8Tensor) -> BlockwiseFP8Tensor:
 def _reshape(func: Any, x: BlockwiseFP8Tensor, size: list[int]) -> Tensor:
     shape = _infer(list(size), x)
     if x.format.transposes and len(shape) == 1:
-        return Bucket.of(x)  # as DDP sends it to other ranks
+        return Bucket.of(x)  # DDP sends weights to other ranks so
     if shape == list(x.shape):
         return x.relabel()
     if x.format.transposes:
@@ -99,7 +99,7 @@ def _unsqueeze(func: Any, x: BlockwiseFP8Tensor, dim: int) -> Tensor:
 
 
 def _restacked(x: BlockwiseFP8Tensor, shape: list[int]) -> BlockwiseFP8Tensor:
-    """View the rows of a weight as other matrices, all of which begin where blocks begin."""
+    """View the rows of a weight as other matrices, which all begin at block boundaries."""
     block = x.format.rows
     cuts = [s[-2] for s in (list(x.shape), shape) if len(s) == 3 and s[0] != 1]
     keeps_columns = len(shape) in (2, 3) and shape[-1] == x.shape[-1]
@@ -114,7 +114,7 @@ def _restacked(x: BlockwiseFP8Tensor, shape: list[int]) -> BlockwiseFP8Tensor:
     row = x.rowwise()
     *lead, rows, cols = x.format.scale_shape(shape)
     scale = row.scale.reshape(math.prod(lead) * rows, cols)
-    if lead:  # still a view; torch's own view of one row a matrix has strides of another kind
+    if lead:  # still a view; torch's view with one row in each matrix has other strides
         step = scale.stride(0)
         scale = scale.as_strided((*lead, rows, cols), (rows * step, step, 1))
     made = x.like(Operand(laid_out(row.data.view(shape), scale, row.format), None), shape, None)
@@ -138,7 +138,7 @@ def _as_strided(
 ) -> BlockwiseFP8Tensor:
     if (tuple(size), tuple(stride), offset or 0) != (tuple(x.shape), x.stride(), 0):
         refuse(func)
-    return x.relabel()  # as FSDP lays out a weight that it has gathered
+    return x.relabel()  # FSDP lays out a gathered weight so
 
 
 def _fresh(x: BlockwiseFP8Tensor, device: Any, dtype: Any) -> BlockwiseFP8Tensor:
@@ -151,7 +151,7 @@ def _fresh(x: BlockwiseFP8Tensor, device: Any, dtype: Any) -> BlockwiseFP8Tensor
 
 
 def _fill(made: BlockwiseFP8Tensor, x: BlockwiseFP8Tensor, non_blocking: bool) -> None:
-    """Copy the bytes of ``x``; a form that it does not hold is derived."""
+    """Copy the bytes of ``x``; derive a form that it does not hold."""
     if made.rowwise_data is not None:
         _copy_form(made.rowwise(), x.rowwise(), non_blocking)
     if made.columnwise_data is not None:
@@ -186,7 +186,7 @@ def _to_copy(
     other = only_dtype(x, {"dtype": dtype, "device": device, **others})
     is_known = other in checks.HIGH_PRECISION
     if x.format.transposes and (is_known or (other is not None and converts_a_model())):
-        return x.relabel(dtype=dtype)  # of a weight in a forward: the same bytes, never written to
+        return x.relabel(dtype=dtype)  # a weight in a forward: the same bytes, never written to
     return _copied(x, device, dtype, non_blocking)
 
 
@@ -213,7 +213,7 @@ def _copy_(func: Any, x: Tensor, source: Tensor, non_blocking: bool = False) -> 
     if not isinstance(x, BlockwiseFP8Tensor):
         if not source.format.transposes:
             refuse(func)
-        # of a weight, as the state_dict of a frozen model is loaded into a plain one
+        # a weight: the state_dict of a frozen model is loaded into a plain one
         dtype = x.dtype if x.dtype in checks.HIGH_PRECISION else source.dtype
         with torch.no_grad():
             copied: Tensor = func(x, source.dequantize(dtype), non_blocking)

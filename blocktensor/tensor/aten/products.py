@@ -1,4 +1,4 @@
-"""Products of the FP8 types below autograd: callers such as DTensor's local ops arrive here."""
+"""Multiply FP8 tensors below autograd, for callers such as DTensor's local ops."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     if right is None:
         right = BlockwiseFP8Tensor.from_values(b, recipe.activation_format, recipe, rowwise=False)
     for operand, what in ((left, "the left operand"), (right, "the right operand")):
-        checks.rank(operand, (2,), what, "FP8 products take matrices")
+        checks.rank(operand, (2,), what, "FP8 matmuls take matrices")
     if left.shape[1] != right.shape[0]:
         raise ValueError(
             f"cannot multiply {list(left.shape)} by {list(right.shape)}: the inner sizes "
@@ -57,9 +57,10 @@ def _product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _refuse_untracked(func: Any, *operands: Tensor) -> None:
-    """Refuse a weight in an aten product under autograd: its gradient would be in high precision.
+    """Refuse a weight in an aten matmul under autograd: its gradient would be in high precision.
 
-    So would one inside a DTensor or under functorch, which does not require a gradient here.
+    So would the gradient of a weight in a DTensor or under functorch, where ``requires_grad`` is
+    False here.
     """
     if torch.is_grad_enabled() and any(isinstance(x, BlockwiseFP8Weight) for x in operands):
         raise NotImplementedError(
@@ -71,7 +72,7 @@ def _refuse_untracked(func: Any, *operands: Tensor) -> None:
 
 
 def _overloads(names: str) -> list[Any]:
-    """Return every overload of these ops, as far as this version of torch has them."""
+    """Return all overloads of these ops that this version of torch has."""
     packets = [getattr(aten, name) for name in names.split() if hasattr(aten, name)]
     return [getattr(packet, name) for packet in packets for name in packet.overloads()]
 
@@ -87,16 +88,16 @@ _OF_MATRICES = _overloads(
     "vdot inner ger outer kron einsum tensordot chain_matmul linalg_multi_dot linalg_matmul "
     "linalg_vecdot matrix_power linalg_matrix_power cdist"
 )
-"""Products of a BlockwiseFP8Weight that are refused, unless they are entered again below, or are
-arithmetic on its values."""
+"""Ops that refuse a BlockwiseFP8Weight, unless they are entered again below or are arithmetic on
+its values."""
 
 
 def _unless_arithmetic(product: Callable[..., Any]) -> Callable[..., Any]:
-    """Let the masters compute what is no layer's product (``tensor/arithmetic.py``)."""
+    """Compute on masters if the op is not a layer's matmul (``tensor/arithmetic.py``)."""
 
     @functools.wraps(product)
     def run(func: Any, *args: Any, **kwargs: Any) -> Any:
-        # with gradients, a weight here may hide that one is recorded of it (DTensor, torch.func)
+        # with gradients, a gradient of this weight may be recorded elsewhere (DTensor, torch.func)
         if not torch.is_grad_enabled():
             leaves = torch.utils._pytree.tree_leaves((args, kwargs))
             if is_arithmetic([x for x in leaves if isinstance(x, Tensor)]):
@@ -106,7 +107,7 @@ def _unless_arithmetic(product: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-# by its name: of transformers, which may be imported later
+# by its name: transformers may be imported later
 @implements(WEIGHT_OPS, *_OF_LAYERS, "transformers::grouped_mm_fallback")
 def _unsupported_product(func: Any, *args: Any, **kwargs: Any) -> NoReturn:
     raise NotImplementedError(
@@ -121,7 +122,7 @@ implements(WEIGHT_OPS, *_OF_MATRICES)(_unless_arithmetic(_unsupported_product))
 
 
 def _of_both(*ops: Any) -> Callable[..., Any]:
-    """Enter a product of both types."""
+    """Enter the implementation of a matmul for both types."""
     return lambda product: implements(ATEN_OPS, *ops)(implements(WEIGHT_OPS, *ops)(product))
 
 
@@ -167,7 +168,7 @@ _SUMS_OF_PRODUCTS = _overloads("addmm_ baddbmm baddbmm_ addbmm addbmm_ addr addr
 @_of_both(*_SUMS_OF_PRODUCTS)
 @_unless_arithmetic
 def _added(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Add a product of plain tensors to a weight, as arithmetic on the weight."""
+    """Add a matmul of plain tensors to a weight, as arithmetic on the weight."""
     if any(isinstance(x, FP8Base) for x in args[1:]):
         _unsupported_product(func)
     if isinstance(args[0], BlockwiseFP8Weight):
@@ -178,9 +179,9 @@ def _added(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 @implements(ATEN_OPS, aten.add.Tensor, aten.sub.Tensor)
 def _computed(func: Any, *args: Any, **kwargs: Any) -> BlockwiseFP8Weight:
-    """Return the sum of a frozen weight and plain values, such as an adapter's, as a weight.
+    """Return the sum of a frozen weight and plain values, such as an adapter's, as an FP8 weight.
 
-    With no gradient too, so that products with it run in FP8.
+    Also without a gradient, so that matmuls with the sum run in FP8.
     """
     frozen = [x for x in args if isinstance(x, BlockwiseFP8Tensor)]
     if func._schema.is_mutable or len(frozen) != 1 or not frozen[0].format.transposes:

@@ -1,8 +1,8 @@
-"""Parts of BlockwiseFP8Tensors, and concatenations: slice, split, select, cat.
+"""Cut and concatenate BlockwiseFP8Tensors: slice, split, select, cat.
 
-Cuts are made on block boundaries. A cut along the rows of a form is a view of its bytes; a cut
+Cuts must lie on block boundaries. A cut along the rows of a form is a view of its bytes; a cut
 along its columns is a copy, since tensor cores read contiguous rows. A 128x128 part keeps one form,
-from which the other is derived; a 1x128 part keeps both, which are two casts.
+from which the other is derived. A 1x128 part keeps both forms, which are two casts.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _part(x: BlockwiseFP8Tensor, dim: int, start: int, stop: int, op: str) -> Bl
     # the columns of one form are the rows of the other
     columns = dim == x.ndim - 1
     along, across = x.operand.transposed() if columns else x.operand
-    rows = 1 if columns else math.prod(x.shape[dim + 1 : -1])  # of data, for an index of dim
+    rows = 1 if columns else math.prod(x.shape[dim + 1 : -1])  # elements for an index
     if across is not None or (along is not None and along.format.rows > 1):
         for index in (start, stop):
             _check_boundary(x, dim, index, max(rows, 1), op)
@@ -68,26 +68,26 @@ def _cut(form: Quantized, axis: int, start: int, stop: int) -> Quantized:
     scale = aten.slice(scale, axis, start // block, ceil_div(stop, block))
     if axis != -1:
         return Quantized(aten.slice(data, axis, start, stop), scale, format)
-    end = columnwise_width(stop, format) if start < stop else stop  # with the zeros at the end
+    end = columnwise_width(stop, format) if start < stop else stop  # with the zeros
     return laid_out(data[..., start:end].contiguous(), scale, format)
 
 
 def _like(x: BlockwiseFP8Tensor, operand: Operand, shape: Sequence[int]) -> BlockwiseFP8Tensor:
     strides = None
-    if not x.is_contiguous():  # as its transpose would have them
+    if not x.is_contiguous():  # strides as the transpose would have them
         *lead, n, k = torch.empty((*shape[:-2], shape[-1], shape[-2]), device="meta").stride()
         strides = [*lead, k, n]
     made = x.like(operand, shape, strides)
-    made.generation = x.generation  # a part may view bytes that FSDP2 gathers again
+    made.generation = x.generation  # a part may view bytes that FSDP2 overwrites in its next gather
     return made
 
 
 def _dim(x: BlockwiseFP8Tensor, dim: int, op: str) -> int:
-    """Return ``dim`` counted from 0, where this op can cut there."""
+    """Return ``dim`` counted from 0; refuse a dimension that cannot be cut."""
     if not -x.ndim <= dim < x.ndim:
         raise IndexError(f"{op}: dimension {dim} of a tensor with {x.ndim}")
     dim %= x.ndim
-    if 0 < dim < x.ndim - 1 and not x.format.transposes:  # those are [N, K] or [E, N, K]
+    if 0 < dim < x.ndim - 1 and not x.format.transposes:  # shapes are [N, K] or [E, N, K]
         raise NotImplementedError(
             f"{op} along dimension {dim} of a BlockwiseFP8Tensor {list(x.shape)}: its bytes are a "
             f"matrix of the last dimension by all others, which can be cut along the first "
@@ -196,7 +196,7 @@ def _cat(func: Any, tensors: Sequence[Tensor], dim: int = 0) -> BlockwiseFP8Tens
             made.append(None)
             continue
         at = 0 if stack else -2 if (side == 1) == columns else -1
-        width = min(form.data.shape[-1] for form in held)  # some may have zeros after it
+        width = min(form.data.shape[-1] for form in held)  # some may have zeros at the end
         parts = [form.data if at == -1 else form.data[..., :width] for form in held]
         scale = torch.cat([form.scale for form in held], at)
         made.append(laid_out(torch.cat(parts, at), scale, first.formats[side]))

@@ -1,4 +1,4 @@
-"""Views, copies and concatenations of BlockwiseFP8Weights that are weights too.
+"""View, copy and concatenate BlockwiseFP8Weights, with weights as results.
 
 Other ops act on the master.
 """
@@ -30,7 +30,7 @@ _RANKS = (2, 3)
 
 
 def _view(*ops: Any) -> Callable[..., Any]:
-    """Enter a view op: views get the kind of their weight and, for compilers, its storage."""
+    """Enter a view op: views get the type of their weight and, for compilers, its storage."""
 
     def enter(implementation: Callable[..., Any]) -> Callable[..., Any]:
         of_its_kind = view_of_its_kind(implementation)
@@ -38,7 +38,7 @@ def _view(*ops: Any) -> Callable[..., Any]:
         @functools.wraps(implementation)
         def run(func: Any, w: BlockwiseFP8Weight, *args: Any, **kwargs: Any) -> Any:
             views = of_its_kind(func, w, *args, **kwargs)
-            if not isinstance(w._late, LateCopy):  # which makes memory of its own when asked
+            if not isinstance(w._late, LateCopy):  # a late copy gets its memory when it is read
                 share_storage(views, w)
             return views
 
@@ -50,7 +50,7 @@ def _view(*ops: Any) -> Callable[..., Any]:
 
 @_view(aten.detach.default, aten.alias.default)
 def _alias(func: Any, w: BlockwiseFP8Weight) -> BlockwiseFP8Weight:
-    master = w.master  # of a late copy, made here: its memory is handed out
+    master = w.master  # a late copy is made here, since its memory is handed out
     return BlockwiseFP8Weight(master, cache=w.cache, transposed=w.transposed)
 
 
@@ -73,7 +73,7 @@ def _alias(func: Any, w: BlockwiseFP8Weight) -> BlockwiseFP8Weight:
     aten.squeeze.dims,
 )
 def _part(func: Any, w: BlockwiseFP8Weight, *args: Any, **kwargs: Any) -> Any:
-    """View a weight: matrices and stacks are weights, with blocks that begin where they do."""
+    """View a part of a weight: matrices and stacks are weights, with their own grid of blocks."""
     copy = w._late
     if isinstance(copy, LateCopy):
         views = func(w._oriented(copy.source.master), *args, **kwargs)
@@ -84,7 +84,7 @@ def _part(func: Any, w: BlockwiseFP8Weight, *args: Any, **kwargs: Any) -> Any:
 
 
 def _as_weight(view: Tensor, w: BlockwiseFP8Weight) -> Tensor:
-    """Return a view of the master as a weight; all of it, or its transpose, shares the cache."""
+    """Return a view of the master as a weight, which shares the cache if it views the whole."""
     if view.ndim not in _RANKS:
         return view
     if _layout(view) == _layout(w.master):
@@ -95,7 +95,7 @@ def _as_weight(view: Tensor, w: BlockwiseFP8Weight) -> Tensor:
 
 
 def _layout(x: Tensor, swap: bool = False) -> tuple[Any, ...]:
-    """Return shape, strides and offset of a view; ``swap``: of its transpose."""
+    """Return the shape, strides and offset of a view; with ``swap``, of its transpose."""
     shape, strides = [*x.shape], [*x.stride()]
     if swap:
         shape[-2:], strides[-2:] = shape[:-3:-1], strides[:-3:-1]
@@ -114,7 +114,7 @@ def _late(copy: LateCopy, transposed: bool) -> BlockwiseFP8Weight:
 def _late_parts(
     func: Any, w: BlockwiseFP8Weight, copy: LateCopy, views: Any, args: Any, kwargs: Any
 ) -> Any:
-    """Return views of a copy that may not be made yet; ``views``: the same of the weight."""
+    """Return views of a late copy, without making it, given the same ``views`` of the weight."""
     leaves, structure = tree_flatten(views)
     source = w._oriented(copy.source.master)
 
@@ -160,7 +160,7 @@ def _matrix(w: BlockwiseFP8Weight, index: int) -> Tensor:
 
 @implements(WEIGHT_OPS, aten.index.Tensor, aten.index_select.default, aten.gather.default)
 def _picked(func: Any, w: BlockwiseFP8Weight, *args: Any, **kwargs: Any) -> Tensor:
-    """Pick rows of a matrix, as an embedding does; refuse to pick matrices of a stack."""
+    """Select rows of a matrix, as an embedding does; refuse to select matrices of a stack."""
     out: Tensor = on_master(func, (w, *args), kwargs)
     if w.ndim > 2 and out.ndim > 1:
         refuse_to_pick(func, w, ".high_precision()")

@@ -144,7 +144,7 @@ def test_what_others_see_of_a_sharded_model(mesh: DeviceMesh, device: str) -> No
     assert torch.equal(torch.tensor(local.tolist(), device=device), local.master.float())
 
     x = torch.ones(1, local.shape[0], dtype=local.dtype, device=device)
-    needs = pytest.raises(NotImplementedError, match="shard of an FP8 weight: a product needs")
+    needs = pytest.raises(NotImplementedError, match="shard of an FP8 weight: a matmul needs")
     for rows in (local, weight.to_local(), local[:5]):
         with needs:
             nn.functional.linear(x.new_ones(3, K), rows)

@@ -369,8 +369,8 @@ def test_the_text_of_such_an_index() -> None:
         complaint(NotImplementedError, lambda: stack(3, 4, 5)[IDS]),
         """\
 aten.index.Tensor of a stack of FP8 weights [3, 4, 5] would copy matrices in high
-precision, and products with them would run in it: multiply the whole stack by
-groups (torch.nn.functional.grouped_mm; in transformers
+precision, and matmuls with them would run in it: multiply the whole stack by groups
+(torch.nn.functional.grouped_mm; in transformers
 experts_implementation='grouped_mm'), or one matrix at a time (w[i]); to read
 values, index .high_precision()""",
     )

@@ -1,4 +1,4 @@
-"""Device functions for one k block of one consumer warpgroup: 128 of K, promoted once."""
+"""Multiply one k block in one consumer warpgroup: 128 of K, promoted once."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -52,8 +52,8 @@ def _promote_piece(
     WG: gl.constexpr,
     T: gl.constexpr,
 ):
-    # After the last use of a piece's column scales, those of the next k block are read into the
-    # registers that have just become free.
+    # After the last use of a piece's column scales, the scales of the next k block are read into
+    # the registers that are now free.
     TARGET: gl.constexpr = PRODUCT * T.pieces + PIECE
     SCALE: gl.constexpr = PRODUCT % T.cols * T.pieces + PIECE
     acc = put(acc, TARGET, promote(acc[TARGET], part, row, cols[SCALE]))

@@ -14,14 +14,14 @@ CHUNK = gl.constexpr(32)  # columns of an output buffer
 
 @dataclass(frozen=True)
 class Output:
-    """The way in which a GEMM writes its sums: a frozen value, a constant of the kernel.
+    """How a GEMM writes its sums: a frozen value, which is a constant of the kernel.
 
     Attributes:
         tma: True if TMA can address the output's rows; otherwise stores are masked.
         bias: True if a bias is added.
         split: True if the output holds the sums of several parts of K, one below the other.
-        clip: True if rows before or after those of a tile's group belong to another, which a store
-            by TMA would overwrite: a row wave at the edge of a group is stored masked.
+        clip: True if a tile may contain rows of other groups, which a store by TMA would overwrite:
+            row waves at the edges of groups are stored with masks.
     """
 
     tma: bool
@@ -73,7 +73,7 @@ def _send(chunks, out, out_s, row, col, WAVE: gl.constexpr, WG: gl.constexpr, T:
 
 @gluon.jit
 def _inside(rows, cols, begin, M, N, OUT: gl.constexpr):
-    # Elements that exist; with OUT.clip, those of rows from `begin` on.
+    # Elements that exist; with OUT.clip, only in rows from `begin` on.
     inside = (rows < M)[:, None] & (cols < N)[None, :]
     if OUT.clip:
         inside = inside & (rows >= begin)[:, None]

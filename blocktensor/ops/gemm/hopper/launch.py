@@ -1,6 +1,6 @@
-"""The Hopper GEMM's launcher: operands as tensor maps, the tile for a shape, the grid.
+"""Launch the Hopper GEMM: operands as tensor maps, the tile for a shape, the grid.
 
-And the sum of the splits of a product along K, for a tile that several programs share.
+Also launch the sum over splits of K, if several programs share a tile.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ def data_map(data: Tensor, rows: int) -> TensorDescriptor:
 
 
 def scale_map(scale: Tensor, count: int, ld: int, minor: int, major: int) -> TensorDescriptor:
-    """Return the map of ``major`` lines of ``minor`` scales as one vector, for copies of ``count``.
+    """Return the map of ``major`` lines of ``minor`` scales, as one vector, to copy ``count`` each.
 
-    A tile at the edge reads too many, for rows that are not stored.
+    A tile at the edge also reads scales for rows that it does not store.
     """
     size = (major - 1) * ld + minor
     return TensorDescriptor(scale, [size], [1], [count], _VECTOR)
 
 
 def scales_of(x: Quantized, count: int) -> tuple[TensorDescriptor, int]:
-    """Return the map of a matrix's scales for copies of ``count``, and the distance of its lines.
+    """Return the map of a matrix's scales, to copy ``count`` each, and the stride of its lines.
 
     A line is a column of 1x128 scales and a row of 128x128 scales, as ``tma_scale`` lays them out.
     """
@@ -64,7 +64,7 @@ def scales_of(x: Quantized, count: int) -> tuple[TensorDescriptor, int]:
 
 
 def output_map(out: Tensor, rows: int | None = None) -> TensorDescriptor:
-    """Return the map of an output matrix, or of ``rows``, for stores of one output buffer."""
+    """Return the map of an output matrix, or of its first ``rows``, to store output buffers."""
     box = [WARPGROUP_ROWS, CHUNK.value]
     layout = _shared(*box, _OUT[out.dtype])
     shape = [out.shape[0] if rows is None else rows, out.shape[1]]
@@ -165,7 +165,7 @@ def gemm(
     out_dtype: torch.dtype,
     batch_invariant: bool = False,
 ) -> Tensor:
-    """See :func:`blocktensor.ops.reference.gemm`; with the tile that is predicted to be fastest."""
+    """See :func:`blocktensor.ops.reference.gemm`; uses the tile with the fastest prediction."""
     (m, k), n = a.data.shape, b.data.shape[0]
     out = torch.empty((m, n), dtype=out_dtype, device=a.data.device)
     plain = bias is None or fits_tma(out)

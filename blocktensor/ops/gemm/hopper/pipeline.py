@@ -1,4 +1,4 @@
-"""Device functions that load operands: the order of tiles, the ring of stages, the producer."""
+"""Load operands on the device: the order of tiles, the ring of stages, the producer warp."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

@@ -1,4 +1,4 @@
-"""Device functions of a consumer warpgroup: tensor core products, scales and promotion to fp32."""
+"""Compute tensor core products in a consumer warpgroup, read scales, and promote to fp32."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

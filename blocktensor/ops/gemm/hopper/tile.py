@@ -1,4 +1,4 @@
-"""The tile of a GEMM and its division among a program's warpgroups: a constant of the kernel."""
+"""Define the tile of a GEMM and its division among warpgroups, as a constant of the kernel."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WARPGROUP_ROWS = 64
 
 @dataclass(frozen=True)
 class Tile:
-    """The shape and the steps by which one program computes an output tile.
+    """The shape of an output tile, and how one program computes it.
 
     Consumer warpgroups divide the tile along ``split``. Each covers its part with ``rows`` x
     ``cols`` products of 64 x ``width`` elements over 128 of K, promoted one by one into its
@@ -28,7 +28,7 @@ class Tile:
         buffers: output buffers of a warpgroup, 64 x 32 numbers of 16 bits; for fp32, half as many.
         group: m tiles that share a sweep over n, for reuse in L2.
         registers: registers of a consumer thread.
-        programs: programs that an SM holds.
+        programs: programs that run on an SM at a time.
     """
 
     name: str

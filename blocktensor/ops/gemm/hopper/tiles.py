@@ -1,7 +1,7 @@
-"""The tiles of GEMMs, and the choice of the one that is predicted to be fastest for a shape.
+"""Choose the tile of a GEMM that is predicted to be fastest for a shape.
 
-The prediction for a tile is two fitted lines: the time of each of several waves over its k blocks,
-and that of a single wave, which leaves the GPU cool and its memory idle and takes less.
+The prediction for a tile is two fitted lines over its k blocks: the time of each of several waves,
+and the time of a single wave, which is shorter since the GPU is cool and its memory idle.
 ``python -m benchmarks tiles`` measures again and writes the part of its card in ``tiles.json``.
 """
 
@@ -34,7 +34,7 @@ TILES = {
 }  # fmt: skip
 
 CUBLAS = {BLOCK: "cublas square", 1: "cublas rows"}
-"""Names of cuBLAS's kernels in tiles.json, by the rows of B that share a scale."""
+"""The names of cuBLAS's kernels in tiles.json, by the rows of B that share a scale."""
 
 CUBLAS_MARGIN = 0.97
 CUBLAS_SAVES_US = 2.0
@@ -47,25 +47,25 @@ SUM_US = 1.4
 """Microseconds of the launch that sums splits."""
 
 SPLITS_MARGIN = 0.9
-"""Parts are used only if they are predicted to take less than this share of the time."""
+"""K is split only if this is predicted to take less than this share of the time."""
 
 SUMMED_PER_US = 1.2e6
-"""Numbers from L2 that this launch sums in a microsecond."""
+"""Numbers from L2 that the launch which sums splits adds in a microsecond."""
 
 PROGRAM_US = 250.0
-"""Least microseconds of a program where an SM runs several programs one after the other.
+"""Least microseconds of a program if an SM runs several programs one after the other.
 
-A program that runs until the product is done waits while another stream's kernels hold its SM, and
-then does its whole share alone: beside a collective on 24 SMs such products take 1.8 times as long,
-with programs of this length 1.3 times. A change of programs takes 5 us, hidden in long products.
+A persistent program waits while another stream's kernels hold its SM, and then does its whole share
+alone: during a collective on 24 SMs such matmuls take 1.8 times as long, with programs of this
+length 1.3 times. A change of programs takes 5 us, which is hidden in long matmuls.
 """
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Microseconds of a kernel: per wave and k block, per wave, and per launch.
+    """Microseconds of a kernel per wave and k block, per wave, and per launch.
 
-    ``lone_``: for a single wave, per k block of each tile of an SM, and per launch.
+    ``lone_``: of a single wave, per k block of each tile of an SM, and per launch.
     """
 
     m: int
@@ -78,7 +78,7 @@ class Speed:
     lone_us: float
 
     def waves(self, m: int, n: int, sms: int, splits: int = 1) -> int:
-        """Return the waves of an ``[m, n]`` output, with ``programs`` tiles at a time on an SM."""
+        """Return the number of waves of an ``[m, n]`` output, with ``programs`` tiles on an SM."""
         return ceil_div(self._tiles(m, n) * splits, sms * self.programs)
 
     def an_sm(self, m: int, n: int, sms: int, splits: int = 1) -> int:
@@ -127,8 +127,8 @@ def choose_tile(
 ) -> tuple[Tile, int, float]:
     """Return the tile for a shape, the number of splits of K, and predicted microseconds.
 
-    Not ``plain``: bias and masked stores together, for which two row waves leave no registers. Not
-    ``splits_k``: the bits of a row may not depend on ``m``.
+    ``plain`` is False for bias and masked stores together, for which tiles of two row waves have no
+    registers. ``splits_k`` is False if the bits of a row must not depend on ``m``.
     """
     predicted = {}
     for tile in TILES.values():
@@ -152,9 +152,9 @@ def programs_for(tile: Tile, items: int, blocks: int, card: Card) -> int:
 
 
 def programs_in_turn(items: int, at_once: int, us: float) -> int:
-    """Return the programs for ``items`` that take ``us`` microseconds, ``at_once`` at a time.
+    """Return the number of programs for ``items`` of ``us`` microseconds, ``at_once`` at a time.
 
-    More than run at once, if each then takes :data:`PROGRAM_US` or longer.
+    There are more than run at once if each then takes :data:`PROGRAM_US` or longer.
     """
     waves = ceil_div(items, at_once)
     rounds = max(1, int(us / PROGRAM_US))

@@ -1,4 +1,4 @@
-"""Changes to a kernel between Triton and its assembler, and the errors of a failed compilation.
+"""Change kernels between Triton and its assembler, and recognize failed compilations.
 
 - **ptxas after 12.8.** Triton 3.6 and 3.7 assemble for sm_90 with ptxas 12.8, which lets the warp
   yield at every multiply-add; the newer one in the same folder does not. Where promotion is one
@@ -42,7 +42,7 @@ def with_newer_ptxas(assemble: Stage) -> Stage:
             return assemble(ptx, metadata)
         try:
             newer = tools.ptxas_blackwell.path
-        except RuntimeError:  # this Triton was built without it
+        except RuntimeError:  # this Triton was built without the newer ptxas
             return assemble(ptx, metadata)
         with tools.scope():
             tools.ptxas = newer
@@ -59,7 +59,7 @@ def _ptxas_of_sm90() -> Any:
 
 @functools.cache
 def default_allocation() -> dict[str, str]:
-    """Return options of a launch: registers are allocated as ptxas does by default."""
+    """Return options of a launch with which ptxas allocates registers as by default."""
     from triton.backends.nvidia.compiler import CUDABackend
 
     if "--regAllocOptLevel" not in inspect.getsource(CUDABackend.make_cubin):

@@ -1,4 +1,4 @@
-"""Functions of Gluon under their newest names, for every supported Triton."""
+"""Provide functions of Gluon under their newest names, for every supported Triton."""
 
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin

@@ -1,8 +1,8 @@
-"""What Triton compiled, as parameters of the driver's ``cuLaunchKernelEx``.
+"""Convert a compiled Triton kernel to parameters of the driver's ``cuLaunchKernelEx``.
 
-A kernel gets its arguments but for constants, where a tensor descriptor stands for a tensor map,
-its shape and its strides; then the addresses of two scratch memories. This has been so from Triton
-3.6 to 3.9. Each kernel's own code says which parameters it takes, and is compared.
+A kernel gets its arguments except for constants; a tensor descriptor becomes a tensor map, its
+shape and its strides. Then follow the addresses of two scratch memories. This holds from Triton 3.6
+to 3.9. The parameters are compared with those that the kernel's own code declares.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from ..launch import Launch, Rows, pointed_at
 
 
 class Unsupported(Exception):
-    """Raised for a kernel that only Triton's ordinary launch can launch; the message says why."""
+    """Raised for a kernel that only Triton's ordinary launch supports; the message says why."""
 
 
 class UnknownTriton(Unsupported):
-    """Raised if this Triton describes kernels in another way than those known."""
+    """Raised if this Triton describes kernels in another way than the known versions."""
 
 
 class Kernel(NamedTuple):
@@ -31,10 +31,11 @@ class Kernel(NamedTuple):
     Attributes:
         configuration: the function's address, the grid, threads, bytes of shared memory, CTAs of a
             cluster, cooperative launch, programmatic dependent launch.
-        parameters: each a tuple. ``("number", value)``, ``("rows", value)``, ``("pointer",
-            tensor)``, or ``("map", tensor, dtype, swizzle, fill, sizes, strides, box)``, of which
-            the last three are those of ``cuTensorMapEncodeTiled``: innermost first, strides in
-            bytes, also that of the whole tensor.
+        parameters: each a tuple. ``("number", value)``, ``("rows", value)``,
+            ``("pointer", tensor)``, or
+            ``("map", tensor, dtype, swizzle, fill, sizes, strides, box)``, whose last three are
+            arguments of ``cuTensorMapEncodeTiled``: innermost first, strides in bytes, including
+            the stride of the whole tensor.
     """
 
     configuration: tuple[Any, ...]
@@ -49,10 +50,10 @@ def hooked() -> bool:
 
 
 def kernel_of(launch: Launch, compiled: Any) -> Kernel:
-    """Return what repeats ``launch``, which ran the kernel ``compiled``.
+    """Return the kernel ``compiled``, which ``launch`` ran, with its parameters, to be repeated.
 
     Raises:
-        Unsupported: only Triton's ordinary launch can launch it.
+        Unsupported: only Triton's ordinary launch supports it.
     """
     try:
         found = _kernel_of(launch, compiled)
@@ -101,14 +102,14 @@ def _kernel_of(launch: Launch, compiled: Any) -> Kernel:
 
 _PARAMETER = re.compile(r"\.param (?:\.align \d+ )?\.(\w+)[^,\[\n]*(?:\[(\d+)\])?")
 _FITTING = {"map": ("b8[128]",), "pointer": ("u64",)}
-_NUMBERS = "u32", "u64"  # numbers have 64 bits, of which a kernel takes the first 32 or all
+_NUMBERS = "u32", "u64"  # numbers have 64 bits; a kernel reads the first 32 or all
 
 
 def _check_parameters(parameters: list[tuple[Any, ...]], ptx: str) -> None:
     """Check that a kernel's code takes a map, a pointer or a number where it is passed one.
 
     Raises:
-        UnknownTriton: it does not.
+        UnknownTriton: the code takes other parameters.
     """
     start = ptx.find(".entry")
     entry = ptx[start : ptx.find(")", start)]
@@ -128,7 +129,7 @@ def _driver() -> Any:
 
 
 def _arguments(launch: Launch, compiled: Any) -> Iterator[tuple[str, Any]]:
-    """Return type and value of every argument, in the order of the kernel's definition."""
+    """Return the type and value of every argument, in the order of the kernel's definition."""
     signature = list(compiled.src.signature.items())
     values = dict(zip(launch.kernel.arg_names, launch.args, strict=False)) | launch.constants
     if [name for name, _ in signature] != launch.kernel.arg_names or len(values) != len(signature):
@@ -140,7 +141,7 @@ _MAP_METADATA = {"swizzle", "elem_size", "elem_type", "block_size", "fp4_padded"
 
 
 def _map(descriptor: Any, tensor: Tensor, metadata: Any) -> tuple[Any, ...]:
-    """Return the parameter that is the tensor map of a descriptor (``fill_tma_descriptor``)."""
+    """Return the parameter for the tensor map of a descriptor (``fill_tma_descriptor``)."""
     if metadata is None or metadata["fp4_padded"] or metadata.get("is_im2col"):
         raise Unsupported(f"a tensor descriptor with metadata {metadata}")
     dtype = _driver().TMA_DTYPE_DEVICE_TO_HOST[metadata["elem_type"]]
@@ -150,6 +151,6 @@ def _map(descriptor: Any, tensor: Tensor, metadata: Any) -> tuple[Any, ...]:
     if innermost != 1:
         raise Unsupported(f"a tensor descriptor with strides {descriptor.strides}")
     strides = [metadata["elem_size"] * int(x) for x in reversed(outer)]
-    # the driver reads one fewer, but not from nowhere
+    # the driver reads one fewer, but the array must not be empty
     strides.append(sizes[-1] * (strides[-1] if strides else metadata["elem_size"]))
     return "map", tensor, dtype, metadata["swizzle"], fill, sizes, strides, box

@@ -1,4 +1,4 @@
-"""The versions of Triton that Gluon kernels were tested with, and the trial of any other."""
+"""List the versions of Triton that Gluon kernels were tested with, and try other versions."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from ...registry import last_line
 from ..launch import not_recorded
 
 TESTED = ("3.6", "3.7", "3.8", "3.9")
-"""Versions whose kernels are used without a trial: ``pytest -m gpu`` ran with them (README.md)."""
+"""Versions that need no trial: ``pytest -m gpu`` ran with them (README.md)."""
 
 Trial = Callable[[torch.device], str | None]
 
 
 TOLERANCE = 4e-3
-"""Largest relative error of a product in bf16: fp32 sums in another order."""
+"""Largest relative error of a bf16 matmul: fp32 sums in another order."""
 
 
 def installed() -> str:
@@ -37,13 +37,13 @@ def is_tested() -> bool:
 
 
 def tried(trial: Trial) -> Trial:
-    """Make a function that returns why kernels fail with an untested Triton, None if they do not.
+    """Decorate a trial of kernels: return why they fail with an untested Triton; None if they work.
 
     Args:
-        trial: runs a small problem of the kernels on a device, and returns how the result is
-            wrong, or None. What it raises is a failure too: it imports the kernels itself, since
-            they may ask for a name that this Triton lacks. It runs once a device, and not while a
-            CUDA graph is captured.
+        trial: runs a small problem of the kernels on a device, and returns how the result is wrong,
+            or None. An exception counts as failure. It imports the kernels itself, since they may
+            need a name that this Triton lacks. It runs once for each device, and not while a CUDA
+            graph is captured.
     """
 
     @functools.cache
@@ -52,8 +52,8 @@ def tried(trial: Trial) -> Trial:
             with torch.no_grad(), not_recorded(), _disable_current_modes(), torch.device("cpu"):
                 found = trial(device)
         except torch.cuda.OutOfMemoryError:
-            raise  # of the caller's memory, not of the kernels
-        except Exception as error:  # of the compiler or of the driver: the kernels are not used
+            raise  # the caller lacks memory; not a fault of the kernels
+        except Exception as error:  # any error of the compiler or driver: do not use the kernels
             found = last_line(error)
         if found is None:
             return None
@@ -75,6 +75,6 @@ def on(device: torch.device, x: Quantized) -> Quantized:
 
 
 def differ(made: Tensor, wanted: Tensor) -> bool:
-    """Return True if a product is NaN, or farther from the reference than :data:`TOLERANCE`."""
+    """Return True if a result is NaN or its error is larger than :data:`TOLERANCE`."""
     error = (made.cpu().float() - wanted.float()).norm() / wanted.float().norm()
     return not error.item() <= TOLERANCE
