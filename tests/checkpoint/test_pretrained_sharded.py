@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,7 @@ from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import fully_shard
 
 from blocktensor import convert, freeze, iter_fp8, load_fp8, save_fp8, unfreeze
+from blocktensor.integrations.transformers import save_pretrained_fp8
 from tests.support.arranged import same_bits
 from tests.support.checkpoint_models import content, untagged
 from tests.support.ranks import on_ranks, shared_mesh
@@ -132,6 +134,19 @@ def test_a_sharded_root(
             load_fp8(other, folder)
             same_bits(dict(iter_fp8(other)), dict(iter_fp8(single)))
         dist.barrier()
+
+
+@pytest.mark.parametrize("how", [fully_shard, replicate])
+@on_ranks(2, gpus=())
+def test_the_config_names_the_class_that_was_sharded(
+    world: int, device: str, how: Callable[..., Any], tmp_path: Path
+) -> None:
+    model = made("llama", 0, frozen=True)
+    shard(model, how, shared_mesh(device, world, names=("all",)))
+    assert type(model) is not transformers.LlamaForCausalLM
+    folder = save_pretrained_fp8(model, tmp_path / "fp8")
+    assert json.loads((folder / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+    dist.barrier()
 
 
 @on_ranks(2, gpus=(2,))

@@ -216,6 +216,8 @@ class Program(Pair):
             if draw.random() < 0.12:
                 kind = draw.choice(["write", "write", "unshard", "reshard"])
                 names = [*sharded_parameters(self.sharded)] if kind == "write" else self.names
+                if kind == "reshard":
+                    names = [name for name in names if name]  # the root is about to run its head
                 how = draw.choice([*COUNTED, *self.unseen])
                 # a rank alone would raise if it counts
                 alone = draw.choice(self.alone) if how in UNCOUNTED else None

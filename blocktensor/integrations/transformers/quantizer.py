@@ -24,7 +24,7 @@ from ...conversion.pretrained_models import exchange, values_of
 from ...conversion.report import ConversionReport
 from ...fusion.fuse import FusionReport, fuse
 from ...model.names import weights_to_skip
-from ...model.weights import fp8_weights, is_linear
+from ...model.weights import fp8_weights, is_linear, kind_of
 from ...sharding.dtensor import local_of
 from ...tensor.torch_internals.callers import caller
 from .config import METHOD, BlockwiseFP8Config
@@ -225,7 +225,7 @@ def save_pretrained_fp8(
             "model.save_pretrained, which writes adapters alone"
         )
     config = model.config.to_diff_dict()
-    config["architectures"] = [type(model).__name__.removeprefix("FSDP")]
+    config["architectures"] = [kind_of(model)]
     config["dtype"] = str(model.dtype).removeprefix("torch.")
     folder = save_fp8(model, save_directory, **{"config": config, **options})
     if model.can_generate():
