@@ -27,7 +27,16 @@ HEAD = "head and logits"
 WORKSPACE = "backward of a block"
 LIBRARIES = "cuBLAS workspaces"
 PARTS = (
-    *(WEIGHTS, FORMS, COPIES, GATHERED, GRADIENTS, STATES, ACTIVATIONS, HEAD, WORKSPACE, LIBRARIES),
+    WEIGHTS,
+    FORMS,
+    COPIES,
+    GATHERED,
+    GRADIENTS,
+    STATES,
+    ACTIVATIONS,
+    HEAD,
+    WORKSPACE,
+    LIBRARIES,
 )
 """The parts, in the order of reports."""
 

@@ -29,8 +29,21 @@ RECOMPUTED, OPTIMIZER, SHARDS = "forwards again", "optimizer", "copies of shards
 ACCUMULATED = "sums of microbatches"
 EXPOSED, HOST = "waiting for other GPUs", "waiting for the host"
 PARTS = (
-    *(FPROP, DGRAD, WGRAD, CASTS, ATTENTION, ELEMENTWISE, ROUTING, ADAPTERS, HEAD, RECOMPUTED),
-    *(ACCUMULATED, OPTIMIZER, SHARDS, EXPOSED, HOST),
+    FPROP,
+    DGRAD,
+    WGRAD,
+    CASTS,
+    ATTENTION,
+    ELEMENTWISE,
+    ROUTING,
+    ADAPTERS,
+    HEAD,
+    RECOMPUTED,
+    ACCUMULATED,
+    OPTIMIZER,
+    SHARDS,
+    EXPOSED,
+    HOST,
 )
 """The parts, in the order of reports."""
 
