@@ -136,7 +136,8 @@ functional.gated_mlp, functional.gated_experts or quantize in your own forward""
 
 
 def test_bad_input() -> None:
-    with pytest.raises(ValueError, match=r"^no linear layer of this Model is in FP8, .* convert"):
+    why = r"^no linear layer of this Model is in FP8, .* convert it"
+    with pytest.raises(ValueError, match=why):
         fuse(Model())
     model = converted(Model())
     with pytest.raises(TypeError, match=r"^recompute='yes': expected True or False"):
