@@ -459,7 +459,7 @@ PATCHES = tuple(value for value in list(globals().values()) if isinstance(value,
 _OF_ANY_WEIGHT = tuple(patch for patch in PATCHES if patch.when.startswith(FP8_TENSOR))
 
 is_pending = True
-"""Until the first FP8 tensor."""
+"""True until the first FP8 tensor exists."""
 
 
 def apply_for_fp8() -> None:

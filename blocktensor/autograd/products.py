@@ -35,7 +35,7 @@ from .plan import Plan
 from .saved_weight import WeightRead, read_weight
 
 Saved: TypeAlias = tuple[Tensor | None, Tensor | None]
-"""What is saved of x for wgrad: columnwise data and scale, or x and None, or None and None."""
+"""The saved form of x for wgrad: columnwise data and scale, or x and None, or None and None."""
 
 
 class Dense:

@@ -32,7 +32,7 @@ class GatheredCast(NamedTuple):
 
 
 class SavedWeight:
-    """What one forward saves of its weight for backward.
+    """The form of a weight that one forward saves for its backward.
 
     Attributes:
         plan: of the linear layer.

@@ -24,7 +24,7 @@ from .stored import Group, Stored, groups_of, members_of, separated, stored_as
 
 
 class Exported(NamedTuple):
-    """What is exported of a model, in the order of the model, without values.
+    """The tensors of a model to export, in its order, without values.
 
     Attributes:
         model: the model.

@@ -26,7 +26,7 @@ from .traced import TracedTensor, traced
 
 
 class Misread(NamedTuple):
-    """How transformers would misread one tensor of a model.
+    """An error that transformers would make when it reads one tensor of a model.
 
     Attributes:
         why: the reason, for messages.

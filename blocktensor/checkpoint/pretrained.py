@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..model.weights import is_fully_sharded
+from ..model.weights import unsharded_class
 from ..patches import PROGRESS_BAR
 
 Rules = Sequence[Any]
@@ -59,8 +59,7 @@ def skeleton(model: nn.Module) -> nn.Module:
         if x is None:
             return None
         if x not in modules:
-            kind = next(kind for kind in type(x).__mro__ if not is_fully_sharded(kind))
-            made: nn.Module = object.__new__(kind)
+            made: nn.Module = object.__new__(unsharded_class(x))
             modules[x] = made
             vars(made).update({**vars(x), **vars(nn.Module()), "training": x.training})
             made._non_persistent_buffers_set.update(x._non_persistent_buffers_set)
@@ -90,7 +89,7 @@ def saved(twin: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 class Loaded(NamedTuple):
-    """What ``from_pretrained`` loads into a model.
+    """The tensors that ``from_pretrained`` loads into a model, and its errors.
 
     Attributes:
         tensors: the tensors of the model that are loaded, by name.

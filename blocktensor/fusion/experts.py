@@ -71,10 +71,9 @@ class Experts(Gated):
         return reason
 
     @classmethod
-    def why_unwatched(cls, module: nn.Module) -> str:
-        """Return why later forwards could not notice a change of what the forward computes."""
-        kind = RoutedExperts if _routes_rows(module) else Experts
-        return super(Experts, kind).why_unwatched(module)
+    def code_of(cls, module: nn.Module) -> list[Any]:
+        """Return the forward, or the implementation of it that :meth:`why_not` compares."""
+        return [_grouped_mm()] if _routes_rows(module) else super().code_of(module)
 
     @classmethod
     def _patterns(
@@ -186,11 +185,6 @@ class RoutedExperts(Experts):
     """Experts of transformers, whose forward gets tokens and the experts and weights of each."""
 
     inputs = 3
-
-    @classmethod
-    def code_of(cls, kind: Any) -> list[Any]:
-        """Return the implementation that transformers runs, which :meth:`why_not` compares."""
-        return [_grouped_mm()]
 
     def why_not(self, module: Any, *args: Any) -> str | None:
         """Return why the module's own forward must run on these arguments, if it must."""

@@ -117,7 +117,7 @@ _MAKES_OBJECTS = ("__init__", "__new__", "__post_init__")
 
 
 _OF_VALUES = frozenset(name for x in (torch.Tensor, str, tuple, list, dict) for name in dir(x))
-"""Names of attributes of tensors and numbers, which a forward computes."""
+"""Names of attributes of tensors, text and collections, which a forward computes."""
 
 
 class Read(NamedTuple):
@@ -156,7 +156,7 @@ class Reads:
     def __init__(self, found: tuple[Read, ...] | None, names: Any = None) -> None:
         self.found = found
         self.are_traced = all(map(_is_traced, found or ()))
-        # the names of code are a set
+        # sorted, because the names in code are a set, whose order differs between processes
         self.names = names or sorted(map(_described, found or ()), key=repr)
 
     def have_changed(self, module: nn.Module) -> bool:
@@ -204,7 +204,7 @@ def _text_of(value: Any) -> Any:
 
 
 def _is_traced(read: Read) -> bool:
-    """Return True if Dynamo guards the value: not of properties, nor in others' closures."""
+    """Return True if Dynamo guards the value: it guards no properties and no closures."""
     return not (_is_computed(read.value) or isinstance(read.holder, (CellType, partial)))
 
 
@@ -258,7 +258,7 @@ class _Search:
             if inner is not None:
                 self._add_object(inner, f"{name}.")
         self._add_object(module, "")
-        kind = _written_class(module)
+        kind = written_class(module)
         for holder, name in (
             (kind, "forward"),
             *((type(x), name) for x in self._modules[1:] for name in ("forward", "__call__")),
@@ -298,10 +298,10 @@ class _Search:
         if (id(owner), name) in self._found:
             return
         own = getattr(owner, "__dict__", {})
-        if isinstance(owner, nn.Module):
-            own = {**owner._buffers, **own}
+        if isinstance(owner, nn.Module) and name not in own:
             if owner._parameters.get(name, _MISSING) is None:
                 self._watch(owner._parameters, name, None)
+            own = owner._buffers
         if name in own and name != "training":
             self._admit(owner, name, own[name], holder.path)
         for kind in owner.__mro__[1:] if isinstance(owner, type) else type(owner).__mro__:
@@ -471,9 +471,9 @@ _KINDS: tuple[tuple[Any, Callable[[_Search, Any, str], None]], ...] = (
 """Methods by which the search goes on with a value, by its type."""
 
 
-def _written_class(module: nn.Module) -> type:
+def written_class(module: nn.Module) -> type[nn.Module]:
     """Return the class of a module before it was fused."""
-    kind: type = getattr(type(module), "_class_before", type(module))
+    kind: type[nn.Module] = getattr(type(module), "_class_before", type(module))
     return kind
 
 

@@ -109,8 +109,7 @@ def reads_now(module: Any, pattern: Any) -> Reads:
     Raises:
         CannotWatch: the forward reads or changes something that cannot be watched.
     """
-    kind = getattr(type(module), "_class_before", type(module))
-    return Reads(reads_of(module, pattern.code_of(kind)))
+    return Reads(reads_of(module, pattern.code_of(module)))
 
 
 def _function_modes() -> bool:

@@ -76,7 +76,7 @@ class Norm(Pattern):
         for name, norm in modules.items():
             above, _, own = name.rpartition(".")
             owner = modules[above]
-            if linears := _linears_of(own, owner):
+            if linears := linears_of(own, owner):
                 readers = tuple(owner.get_submodule(x) for x in linears)
                 eps = _eps_name(norm)
                 patterns = [cls(kind, eps, getattr(norm, eps, 0.0)) for kind in get_args(NormKind)]
@@ -131,7 +131,7 @@ def _computes(linears: Sequence[str]) -> str:
     return f"norm for {own} of {owner}" if owner else f"norm for {own}"
 
 
-def _linears_of(norm: str, owner: nn.Module) -> Sequence[str]:
+def linears_of(norm: str, owner: nn.Module) -> Sequence[str]:
     """Return the linear layers that read the norm of this name in ``owner``, by their names."""
     beside = _BESIDE.get(norm, ())
     if beside and all(x in owner._modules for x in beside):

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from ..sharding.dtensor import fp8_part
 from ..tensor.weight import BlockwiseFP8Weight
 from .code_names import CannotWatch
+from .forward_reads import written_class
 from .fused_class import own_forward, reads_now
 
 _ROWS = (2, 68)
@@ -101,9 +102,9 @@ class Pattern:
         return ""
 
     @classmethod
-    def code_of(cls, kind: Any) -> list[Any]:
-        """Return the functions that the forward of this class runs."""
-        return [kind.forward]
+    def code_of(cls, module: nn.Module) -> list[Any]:
+        """Return the functions that the module's own forward runs."""
+        return [written_class(module).forward]
 
     @classmethod
     def why_unwatched(cls, module: nn.Module) -> str:

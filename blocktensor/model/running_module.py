@@ -33,7 +33,7 @@ def without_wrappers(text: str) -> str:
 
 
 class Place(NamedTuple):
-    """Where an op runs.
+    """The place where an op runs.
 
     Attributes:
         module: the name of its module.

@@ -51,9 +51,14 @@ def is_fully_sharded(kind: type) -> bool:
     return fsdp is not None and issubclass(kind, fsdp.FSDPModule)
 
 
+def unsharded_class(module: nn.Module) -> type[nn.Module]:
+    """Return a module's class, or its class before ``fully_shard``."""
+    return next(kind for kind in type(module).__mro__ if not is_fully_sharded(kind))
+
+
 def kind_of(module: nn.Module) -> str:
     """Return the name of a module's class, or of its class before ``fully_shard``."""
-    return next(kind.__name__ for kind in type(module).__mro__ if not is_fully_sharded(kind))
+    return unsharded_class(module).__name__
 
 
 # Experts

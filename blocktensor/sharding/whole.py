@@ -77,7 +77,7 @@ def whole_tensors(
 
 
 class _Layout:
-    """How DTensors of one shape are cut between ranks.
+    """The cut of DTensors of one shape between ranks.
 
     Attributes:
         device: the device that sends; FSDP may have moved parts to the CPU.

@@ -61,7 +61,7 @@ def all_reduce(x: Tensor, op: str, group: dist.ProcessGroup) -> Tensor:
 
 @dataclass(frozen=True)
 class Reduction:
-    """How partial sums of the ranks of ``group`` are added.
+    """The addition of partial sums of the ranks of ``group``.
 
     Attributes:
         group: the group of the ranks.

@@ -254,7 +254,7 @@ class SharedInput:
 
 
 class SharedInputContext(NamedTuple):
-    """How tokens are cut; without a group, every rank has all of them."""
+    """The cut of tokens between ranks; without a group, every rank has all of them."""
 
     group_name: str | None
     dim: int

@@ -14,26 +14,9 @@ import torch
 pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 
-from tests.support.scripts import Load
+from tests.support.scripts import TINY_MODEL, Load, flags
 
-TINY = [
-    "--dim",
-    "16",
-    "--layers",
-    "1",
-    "--heads",
-    "2",
-    "--seq",
-    "16",
-    "--batch",
-    "2",
-    "--steps",
-    "6",
-    "--samples",
-    "1",
-    "--device",
-    "cpu",
-]
+TINY = [*TINY_MODEL, *flags(samples=1)]
 
 
 def test_model_is_causal_and_tells_positions_apart(load: Load) -> None:

@@ -13,28 +13,9 @@ pytest.importorskip("matplotlib")
 from blocktensor import BlockwiseFP8Weight, audit, convert, explain
 from tests.support.asserts import no_synchronization
 from tests.support.models import randn
-from tests.support.scripts import Load
+from tests.support.scripts import TINY_MODEL, Load, flags
 
-TINY = [
-    "--experts",
-    "4",
-    "--dim",
-    "16",
-    "--layers",
-    "1",
-    "--heads",
-    "2",
-    "--seq",
-    "16",
-    "--batch",
-    "2",
-    "--steps",
-    "6",
-    "--samples",
-    "0",
-    "--device",
-    "cpu",
-]
+TINY = [*TINY_MODEL, *flags(experts=4, samples=0)]
 
 
 def small(load: Load) -> Any:

@@ -13,6 +13,15 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 Load = Callable[[str], ModuleType]
 
 
+def flags(**values: int | str) -> list[str]:
+    """Return ``--name value`` for each argument."""
+    return [word for name, value in values.items() for word in (f"--{name}", str(value))]
+
+
+TINY_MODEL = flags(dim=16, layers=1, heads=2, seq=16, batch=2, steps=6, device="cpu")
+"""Flags of ``train_lm.py`` for a run of seconds."""
+
+
 @contextmanager
 def examples() -> Iterator[Load]:
     """Within, what imports a file by its name; it leaves no trace."""

@@ -18,7 +18,7 @@ from ..runtime.triton_compat.gluon import async_load
 
 @dataclass(frozen=True)
 class GroupedOutput(Output):
-    """How a grouped GEMM writes its sums.
+    """The choices by which a grouped GEMM writes its sums.
 
     Attributes:
         cuts_rows: True if groups are rows of one output (fprop, dgrad); False if each group has its

@@ -19,6 +19,7 @@ from torch.nn.parameter import is_lazy
 from ...conversion.convert import convert
 from ...conversion.plan import heads_of
 from ...conversion.report import ALREADY
+from ...fusion.norm import linears_of
 from ...model.weights import Matrix, experts_per_token, is_linear, matrices_of, sizes_of
 from .setup import Setup
 
@@ -34,11 +35,6 @@ GATE, UP = {"gate", "gate_proj", "w1"}, {"up", "up_proj", "w3"}
 JOINT = {"gate_up", "gate_up_proj", "mlp1_weight"}
 DOWN = {"down", "down_proj", "w2", "c_proj", "fc2", "fc_out", "dense_4h_to_h", "mlp2_weight"}
 HEAD_NORMS = {"q_norm": "queries", "query_norm": "queries", "k_norm": "keys", "key_norm": "keys"}
-
-OF_ATTENTION = {"input_layernorm", "attention_norm"}
-OF_MLP = {"post_attention_layernorm", "pre_feedforward_layernorm", "ffn_norm", "mlp_norm"}
-OF_ONE = {"q_a_layernorm": "q_b_proj", "kv_a_layernorm": "kv_b_proj"}
-"""Norms by the linear layers that read them, as ``fuse`` finds them (fusion/norm.py)."""
 
 _TORCH_NORMS = (nn.RMSNorm, nn.LayerNorm, nn.GroupNorm)
 _BLOCK = re.compile(r"^(?:.*?\.)??\d+(?=\.|$)")
@@ -121,7 +117,7 @@ class Norm:
 
 @dataclass(frozen=True)
 class Block:
-    """What one block of a model, or the rest of it, computes.
+    """The matmuls, attention, MLPs and norms of one block, or of all outside of blocks.
 
     Attributes:
         width: features of a token in the residual stream.
@@ -401,22 +397,10 @@ def _norms(
         width = weight.numel()
         if of_heads is not None and attention is not None:
             width = getattr(attention, of_heads)
-        feeds = any(m.in_fp8 for m in _readers(own, matmuls))
+        owner = module.get_submodule(name.rpartition(".")[0])
+        readers = {f"{name.removesuffix(own)}{x}" for x in linears_of(own, owner)}
+        feeds = any(m.in_fp8 for m in matmuls if m.name in readers)
         yield Norm(width, not isinstance(norm, _TORCH_NORMS), of_heads is not None, feeds)
-
-
-def _readers(norm: str, matmuls: Sequence[Matmul]) -> list[Matmul]:
-    """Return the linear layers of a block that read a norm of this name."""
-    inputs = [m for m in matmuls if m.role == "input" and m.experts == 1]
-    of_attention = {m.parent for m in matmuls if m.role == "attention output"}
-    last = {m: m.name.rpartition(".")[2] for m in inputs}
-    if norm in OF_ONE:
-        return [m for m in inputs if last[m] == OF_ONE[norm]]
-    if norm in OF_ATTENTION:
-        return [m for m in inputs if m.parent in of_attention and last[m] not in OF_ONE.values()]
-    if norm in OF_MLP:
-        return [m for m in inputs if m.parent in ("mlp", "feed_forward")]
-    return []
 
 
 def _head(

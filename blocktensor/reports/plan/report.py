@@ -76,7 +76,7 @@ class Alternative:
 
 @dataclass(frozen=True)
 class TrainingPlan(Report):
-    """What a training run needs, and how fast it is; ``print`` shows it as tables.
+    """The memory and the speed of a training run; ``print`` shows tables.
 
     Attributes:
         model: its name.
@@ -102,7 +102,7 @@ class TrainingPlan(Report):
 
     @property
     def speedup(self) -> float:
-        """How much faster a step is in FP8 than in bf16."""
+        """The time of a step in bf16 over its time in FP8."""
         return self.bf16.step_us / self.fp8.step_us
 
     @property

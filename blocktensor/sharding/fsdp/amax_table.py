@@ -87,7 +87,7 @@ class View(NamedTuple):
 
 
 class Layout:
-    """Where the blocks of weights lie in a flat tensor.
+    """The places of the blocks of weights in a flat tensor.
 
     Attributes:
         size: the size of the flat tensor.

@@ -69,8 +69,8 @@ _LAYERS = {
     ("torch.autograd.function", "apply"): True,
     ("torch.optim.optimizer", "wrapper"): False,
 }
-"""Whether a function calls a layer: the forward of a module with its hooks, both directions of an
-autograd function; the step of an optimizer is none."""
+"""True for functions that call a layer: the forward of a module with its hooks, or a direction of
+an autograd function. False for the step of an optimizer."""
 
 _NAMES = {name for _, name in _LAYERS}
 

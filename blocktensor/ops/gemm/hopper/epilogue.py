@@ -14,7 +14,7 @@ CHUNK = gl.constexpr(32)  # columns of an output buffer
 
 @dataclass(frozen=True)
 class Output:
-    """How a GEMM writes its sums: a frozen value, which is a constant of the kernel.
+    """The choices by which a GEMM writes its sums: a constant of the kernel.
 
     Attributes:
         tma: True if TMA can address the output's rows; otherwise stores are masked.

@@ -137,9 +137,6 @@ def _arguments(launch: Launch, compiled: Any) -> Iterator[tuple[str, Any]]:
     return ((kind, values[name]) for name, kind in signature)
 
 
-_MAP_METADATA = {"swizzle", "elem_size", "elem_type", "block_size", "fp4_padded"}
-
-
 def _map(descriptor: Any, tensor: Tensor, metadata: Any) -> tuple[Any, ...]:
     """Return the parameter for the tensor map of a descriptor (``fill_tma_descriptor``)."""
     if metadata is None or metadata["fp4_padded"] or metadata.get("is_im2col"):
