@@ -13,7 +13,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from blocktensor.ops.runtime import check_recordings
+from blocktensor.autograd import plan
+from blocktensor.ops.runtime import build_player, check_recordings
+from tests.support import fake_driver
+
+REPEATS = os.environ.get("BLOCKTENSOR_TEST_REPEATED", "0") not in ("", "0")
+"""Also on a CPU, player.cpp runs linear layers, as on a GPU."""
+
+if REPEATS:
+    plan.RECORDED_DEVICES = ("cpu", "cuda")
+    build_player.player = fake_driver.player
 
 torch.set_num_threads(1)  # test tensors are small: more threads wait for each other
 
@@ -52,6 +61,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         )
         if check_recordings.ENABLED and item.get_closest_marker("unchecked"):
             item.add_marker(pytest.mark.skip(reason="counts what the checking mode adds"))
+        if REPEATS and item.get_closest_marker("not_repeated"):
+            item.add_marker(pytest.mark.skip(reason="watches what Python alone does"))
         if needed > found:
             item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA GPU(s), found {found}"))
 

@@ -81,6 +81,7 @@ def paths() -> dict[str, CallPath]:
     return linear_paths()
 
 
+@pytest.mark.not_repeated
 @pytest.mark.parametrize("section", ["Forward", "Backward"])
 def test_the_document_has_every_change_of_file_and_they_are_few(
     paths: dict[str, CallPath], section: str

@@ -62,23 +62,30 @@ def run_backward(
     del grads
     saved = list(ctx.saved_tensors)  # may run a checkpointed forward, with all its overrides
     if not is_dynamo_compiling():
-        if torch.is_grad_enabled():  # every second derivative begins with such a backward
-            raise NotImplementedError(
-                "a backward with create_graph=True through a blockwise FP8 function, whose second "
-                "derivative is not implemented: call it without create_graph, or compute that part "
-                "of the model in high precision (convert(..., skip=[...]))"
-            )
-        for grad in incoming:
-            if grad is not None and _is_batched(grad):
-                raise NotImplementedError(
-                    "torch.autograd.grad(..., is_grads_batched=True) through an FP8 linear layer, "
-                    "whose casts take one gradient: call it once for each gradient, with "
-                    "retain_graph=True"
-                )
-        del grad
+        refuse_gradients(incoming)
         ctx.maybe_clear_saved_tensors()  # unless the graph is retained
     with torch._C.DisableTorchFunctionSubclass():
         return gradients(ctx, saved, incoming, _asked_for(ctx, is_tensor))
+
+
+def refuse_gradients(incoming: Sequence[Tensor | None]) -> None:
+    """Refuse a backward for second derivatives, and a batch of gradients.
+
+    Raises:
+        NotImplementedError: one of them is wanted.
+    """
+    if torch.is_grad_enabled():  # every second derivative begins with such a backward
+        raise NotImplementedError(
+            "a backward with create_graph=True through a blockwise FP8 function, whose second "
+            "derivative is not implemented: call it without create_graph, or compute that part "
+            "of the model in high precision (convert(..., skip=[...]))"
+        )
+    if any(grad is not None and _is_batched(grad) for grad in incoming):
+        raise NotImplementedError(
+            "torch.autograd.grad(..., is_grads_batched=True) through an FP8 linear layer, "
+            "whose casts take one gradient: call it once for each gradient, with "
+            "retain_graph=True"
+        )
 
 
 def _asked_for(ctx: Any, is_tensor: Sequence[bool]) -> list[bool]:

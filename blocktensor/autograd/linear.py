@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from ..ops.cast.ops import quantize_with_transpose
 from ..ops.formats import Quantized
@@ -21,9 +22,10 @@ from ..tensor.arithmetic import is_arithmetic
 from ..tensor.base import MasterBase, readable
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
-from .backward import FP8Function, Gradients, given_out, run_backward
+from .backward import FP8Function, Gradients, given_out, refuse_gradients, run_backward
 from .plan import Plan, autocast_dtype, plan_matmul
 from .products import DENSE, Dense, Grouped, Saved, product_of, saved_of
+from .repeat import RepeatedLinear
 from .saved_weight import SavedWeight, hold_cast
 from .shared_cast import this_thread
 
@@ -81,11 +83,18 @@ def grouped_linear(
 def _matmul(
     x: Tensor, w: Tensor, bias: Tensor | None, offs: Tensor | None, recipe: Recipe | None
 ) -> Tensor:
+    operands = x, w, bias, offs, recipe
+    if not is_compiling() and (known := repeat.matmul(operands)) is not None:
+        return known
     plan = plan_matmul(x, w, bias, recipe, offs)
     cast: tuple[Tensor, ...] = ()
     running = this_thread.running
     if running is not None and not isinstance(x, BlockwiseFP8Tensor):
         cast = running.forms_of(x, offs, plan, _caster(offs))
+    elif plan.serves_all and plan.records_forward:
+        repeat.remember(operands, plan, _fprop, _dgrad_and_wgrad)
+        if (known := repeat.matmul(operands)) is not None:
+            return known
     if plan.casts_x:
         x = x.to(plan.out_dtype)
     apply = FP8Linear.apply if plan.tracing else _apply_eagerly
@@ -184,7 +193,7 @@ class FP8Linear(FP8Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Gradients:
-        return run_backward(ctx, grads, _gradients, ctx.plan.are_tensors)
+        return run_backward(ctx, grads, _gradients_of_context, ctx.plan.are_tensors)
 
 
 def _given(x: Tensor, cast: tuple[Tensor, ...], plan: Plan) -> tuple[Quantized, Saved]:
@@ -227,33 +236,64 @@ def _dgrad_and_wgrad(
     return dx, product.wgrad(g_col, x, plan)
 
 
-def _gradients(ctx: Any, saved: Sequence[Tensor], grads: list[Any], asked: list[bool]) -> Gradients:
+def _gradients_of_context(
+    ctx: Any, saved: list[Any], grads: list[Any], asked: list[bool]
+) -> Gradients:
     """Return a gradient for each argument of :meth:`FP8Linear.forward`."""
-    plan: Plan = ctx.plan
-    read: SavedWeight = ctx.weight
+    made = _gradients(ctx.plan, ctx.weight, ctx.product, saved, grads, asked)
+    return *made, *(None,) * (3 + ctx.casts)
+
+
+def _gradients_of_node(
+    plan: Plan, read: SavedWeight, saved: list[Any], grads: list[Any], asked: list[bool]
+) -> Gradients:
+    """Return the gradients of x, w and the bias for the node that ``repeat.py`` makes."""
+    refuse_gradients(grads)
+    with torch._C.DisableTorchFunctionSubclass():
+        return _gradients(plan, read, None, saved, grads, asked)
+
+
+def _gradients(
+    plan: Plan,
+    read: SavedWeight,
+    product: Dense | None,
+    saved: Sequence[Tensor],
+    grads: list[Any],
+    asked: Sequence[bool],
+) -> Gradients:
+    """Return the gradients of x, w and the bias.
+
+    Args:
+        plan: of the matmul.
+        read: the form of the weight that forward has read.
+        product: the matmul, if :func:`product_of` does not make it.
+        saved: ``offs``, data and scale of x, and what ``read`` reads.
+        grads: the gradient of y alone, which is removed.
+        asked: which of x, w, the bias and ``offs`` need a gradient.
+    """
     grad: Tensor | None = grads.pop()
     needs_dx, needs_dw, needs_dbias, _ = asked
     offs, x_data, x_scale, *weight = saved
-    product: Dense = product_of(offs, grad) if ctx.product is None else ctx.product
+    is_own = product is not None
+    product = product_of(offs, grad) if product is None else product
     dx = dw = dbias = None
-    rest = (None,) * (3 + ctx.casts)
     if needs_dbias and grad is not None:
         dbias = product.dbias(grad, plan)
     if grad is None or not (needs_dx or needs_dw):
         read.columnwise(weight, False)
-        return dx, dw, product.finish(None, dbias, plan)[1], *rest
+        return dx, dw, product.finish(None, dbias, plan)[1]
 
     x: Any = product.wgrad_input((x_data, x_scale), plan) if needs_dw else None
     if (
         plan.records_backward
         and needs_dx
         and needs_dw
-        and ctx.product is None
+        and not is_own
         and isinstance(weight[0], BlockwiseFP8Weight)
     ):
         w_col = read.columnwise(weight, True)
         dx, dw = _dgrad_and_wgrad(grad, x, w_col, offs, plan)
-        return product.finish(dx, dbias, plan)[0], dw, dbias, *rest
+        return product.finish(dx, dbias, plan)[0], dw, dbias
     g_row, g = product.grad_forms(grad, plan, needs_dx, needs_dw)
     del grad  # only its forms are needed
     w_col = read.columnwise(weight, needs_dx)
@@ -264,7 +304,10 @@ def _gradients(ctx: Any, saved: Sequence[Tensor], grads: list[Any], asked: list[
     if needs_dw:
         dw = product.wgrad(g, x, plan)
     dx, dbias = product.finish(dx, dbias, plan)
-    return dx, dw, dbias, *rest
+    return dx, dw, dbias
+
+
+repeat = RepeatedLinear(_gradients_of_node)
 
 
 # FP8Linear.apply without its preparations for functorch, which would refuse it anyway

@@ -159,7 +159,7 @@ def _where_it_dequantizes(model: nn.Module, checkpoint: Checkpoint) -> dict[str,
             continue
         tensor = made.tensors.get(name)
         names = {x.name + suffix for x in stored for suffix in ("", SCALE_SUFFIX)}
-        if not isinstance(tensor, TracedTensor) or tensor.names != names:
+        if not isinstance(tensor, TracedTensor) or tensor.origins != names:
             found[name] = Misread("transformers leaves out its scales where it dequantizes")
         elif any(_scales_other_blocks(x.shape[-2:]) for x in stored):
             found[name] = Misread("transformers takes other blocks where it dequantizes")
@@ -176,7 +176,7 @@ def _is_read(name: str, stored: Sequence[Stored], made: Loaded) -> bool:
     if not isinstance(tensor, TracedTensor):
         return False
     if any(x.parts is None for x in stored):
-        return tensor.names <= {x.name for x in stored}
+        return tensor.origins <= {x.name for x in stored}
     return _same(
         tensor.parts, (p.of(x.name) for x in stored for p in x.parts or () if p.name == name)
     )

@@ -66,7 +66,7 @@ class PretrainedReader:
             if not isinstance(x, TracedTensor):
                 continue
             if x.parts is None:
-                self.computed[prefix + name] = frozenset(prefix + each for each in x.names)
+                self.computed[prefix + name] = frozenset(prefix + each for each in x.origins)
             else:
                 renamed = (part._replace(name=prefix + part.name) for part in x.parts)
                 self.parts[prefix + name] = tuple(renamed)

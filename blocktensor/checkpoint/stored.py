@@ -85,7 +85,7 @@ def _saved(model: nn.Module) -> Iterator[Stored]:
         return
     for name, x in made.items():
         if isinstance(x, TracedTensor):
-            yield Stored(name, tuple(x.shape), tuple(sorted(x.names)), x.parts)
+            yield Stored(name, tuple(x.shape), tuple(sorted(x.origins)), x.parts)
 
 
 def _prefixed(prefix: str, stored: Stored) -> Stored:

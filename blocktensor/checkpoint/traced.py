@@ -54,27 +54,27 @@ class TracedTensor(torch.Tensor):
     """A tensor without values.
 
     Attributes:
-        names: the names of all tensors from which it is computed.
+        origins: the names of all tensors from which it is computed.
         blocks: the blocks that it consists of; None if its values are computed.
     """
 
-    names: frozenset[str]
+    origins: frozenset[str]
     blocks: tuple[_Block, ...] | None
 
     @staticmethod
     def __new__(
-        cls, layout: _Layout, names: frozenset[str], blocks: tuple[_Block, ...] | None
+        cls, layout: _Layout, origins: frozenset[str], blocks: tuple[_Block, ...] | None
     ) -> TracedTensor:
         """Make a traced tensor of a layout."""
         shape, strides, dtype = layout
         made: TracedTensor = wrapper(
             cls, shape, strides=strides, dtype=dtype, device=torch.device("cpu")
         )
-        made.names, made.blocks = names, blocks
+        made.origins, made.blocks = origins, blocks
         return made
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"TracedTensor({list(self.shape)}, of {sorted(self.names)})"
+        return f"TracedTensor({list(self.shape)}, of {sorted(self.origins)})"
 
     @property
     def parts(self) -> tuple[Part, ...] | None:
@@ -88,13 +88,15 @@ class TracedTensor(torch.Tensor):
         if func._schema.is_mutable:  # views of the written tensor would change their values
             raise NotImplementedError(f"{func} writes to a tensor, which is not traced")
         kwargs = {name: value for name, value in (kwargs or {}).items() if name != "device"}
-        names = frozenset[str]().union(*(x.names for x in _traced_in((*args, *kwargs.values()))))
+        origins = frozenset[str]().union(
+            *(x.origins for x in _traced_in((*args, *kwargs.values())))
+        )
         layouts = _layouts(func, _described(args), _described(tuple(kwargs.items())))
         rule = _RULES.get(func)
         blocks = None if rule is None else rule(func, args, kwargs)
         each = layouts if isinstance(layouts, list) else [layouts]
         results = [
-            cls(layout, names, found)
+            cls(layout, origins, found)
             for layout, found in zip(each, blocks or [None] * len(each), strict=True)
         ]
         return results if isinstance(layouts, list) else results[0]

@@ -23,6 +23,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from .formats import BlockFormat, Quantized, named
 from .registry import Backend
+from .runtime import build_player
 from .runtime.specialize import Specialized, recorded
 
 P = ParamSpec("P")
@@ -78,13 +79,16 @@ def op(
             return flops(*schema.arguments(*flat))
 
         def compute(*flat: Any) -> Any:
-            return schema.tensors(table.run(*schema.arguments(*flat)))
+            args = schema.arguments(*flat)
+            made = schema.tensors(table.run(*args))
+            if (recording := table.recording(args)) is not None:
+                _repeat(name, schema.letters, recording)
+            return made
 
         OPS[name] = table = Specialized(checked, dispatch)
         registered = torch.library.custom_op(
             f"blocktensor::{name}", compute, mutates_args=(), schema=schema.text
         )
-        _skip_layers(name, compute)
         make: Callable[..., Any] = fake
         registered.register_fake(lambda *flat: schema.tensors(make(*schema.arguments(*flat))))
         if flops is not None:
@@ -94,31 +98,21 @@ def op(
     return declare
 
 
-_LIBRARY = torch.library.Library("blocktensor", "FRAGMENT")
-# Keys of modes and subclasses, and of the tensors of a compiler that removes mutations
-_PYTHON, _FUNCTIONALIZE = torch.DispatchKey.Python, torch.DispatchKey.Functionalize
+def _repeat(name: str, letters: str, recording: Any) -> None:
+    """Repeat the call of a registered op that this thread has computed without Python.
 
-
-def _skip_layers(name: str, compute: Callable[..., Any]) -> None:
-    """Skip the layers of ``custom_op`` in calls of a registered op that need none of them.
-
-    The layers raise if a gradient would be lost, and handle modes and subclasses. In a compiled
-    graph they took half of an op's host time (docs/experiments/host_time.md).
+    Compiled graphs call registered ops. The layers that ``custom_op`` puts before an op run only if
+    autograd, a mode or a subclass must see the call.
     """
-    for key in ("AutogradCPU", "AutogradCUDA"):
-        layers = torch.library.get_kernel(f"blocktensor::{name}", key)
-
-        def call(keyset: Any, *flat: Any, layers: Any = layers) -> Any:
-            is_traced = keyset.has(_PYTHON) or keyset.has(_FUNCTIONALIZE)
-            if is_traced or (torch.is_grad_enabled() and any(map(_has_graph, flat))):
-                return layers.call_boxed(keyset, *flat)
-            return compute(*flat)
-
-        _LIBRARY.impl(name, call, key, with_keyset=True)
+    player = build_player.player()
+    if name not in _REPEATED:
+        _REPEATED.add(name)
+        player.repeat_op(name, letters)
+    player.remember(recording)
 
 
-def _has_graph(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.requires_grad
+_REPEATED: set[str] = set()
+"""Names of ops whose calls ``player.cpp`` repeats."""
 
 
 def runner(backend: Backend[Any], name: str) -> Callable[..., Any]:
@@ -192,6 +186,18 @@ class _Schema:
                 written = "str" if get_origin(kind) is Literal else self._TYPES[kind]
                 listed.append(f"{written}{'?' * optional} {name}" + f"={default}" * has_default)
         return listed[::-1]
+
+    @property
+    def letters(self) -> str:
+        """A letter for each argument of the registered op, as ``player.cpp`` reads them.
+
+        ``t``: a tensor; ``q``: data or scale of a cast; ``i``: an integer; ``o``: another argument.
+        """
+        made = ""
+        for kind in self._kinds.values():
+            kinds = (kind, *get_args(kind))
+            made += "qqo" if kind is Quantized else "t" if Tensor in kinds else "oi"[int in kinds]
+        return made
 
     def _results(self) -> str:
         if self._returned is Tensor:

@@ -19,9 +19,10 @@ from torch import Tensor
 from ..ops import checks
 from ..ops.cast import ops as cast
 from ..ops.formats import BLOCKS_1X128, BlockFormat, Quantized, with_block_shape
+from ..ops.runtime.specialize import PLAIN
 from ..ops.scale_layouts import laid_out
 from ..recipe import DEFAULT_RECIPE, Recipe
-from .base import FP8Base, StraightThrough, wrapper
+from .base import FP8Base, StraightThrough, kind_of, wrapper
 from .operand import Operand, form_of, operand_of
 from .refusals import refuse_one_tensor, refuse_rebuilding
 
@@ -270,6 +271,17 @@ class BlockwiseFP8Tensor(FP8Base):
                 f"place since: quantize a copy, or the changed tensor"
             )
         return self.source
+
+    @property
+    def kind(self) -> object | None:
+        """One object for weights that linear layers read in the same way, but for their layouts.
+
+        None if each call must be planned: for bytes without memory.
+        """
+        data = self.columnwise_data if self.rowwise_data is None else self.rowwise_data
+        if type(data) not in PLAIN:
+            return None
+        return kind_of(type(self), self.formats, self.recipe)
 
     @property
     def block_shape(self) -> tuple[int, int]:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..ops import checks
 from ..ops.formats import BlockFormat, Quantized
+from ..ops.runtime.specialize import PLAIN
 from ..recipe import DEFAULT_RECIPE, Recipe
 from .base import FP8Base, MasterBase, StraightThrough, on_master
 from .fp8_tensor import BlockwiseFP8Tensor
@@ -163,6 +164,16 @@ class BlockwiseFP8Weight(MasterBase):
     def format(self) -> BlockFormat:
         """The format of its casts."""
         return self.cache.format
+
+    @property
+    def kind(self) -> object | None:
+        """One object for weights that linear layers read in the same way, but for their layouts.
+
+        None if each call must be planned: for late copies, and masters without memory.
+        """
+        if self._late is not None or type(self.master) not in PLAIN:
+            return None
+        return self.cache.kinds[self.transposed]
 
     @property
     def operand(self) -> Operand:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..ops.cast.ops import quantize_rowwise, quantize_transpose, quantize_with_transpose
 from ..recipe import Recipe
-from .base import MasterBase
+from .base import MasterBase, kind_of
 from .operand import Operand
 
 ONE_READ_BYTES = 64 << 20
@@ -64,15 +64,27 @@ class FP8Cache:
         counted: the tensor whose version counter counts writes to the master: the master itself, or
             the master of the weight that this is a part of.
         recipe, format: the recipe and format of its casts.
+        kinds: the ``kind`` of a weight with this cache, and of its transpose.
         casts: the number of casts so far.
     """
 
-    __slots__ = ("_copies", "_parts", "_waiting", "casts", "counted", "format", "master", "recipe")
+    __slots__ = (
+        "_copies",
+        "_parts",
+        "_waiting",
+        "casts",
+        "counted",
+        "format",
+        "kinds",
+        "master",
+        "recipe",
+    )
 
     def __init__(self, master: Tensor, recipe: Recipe, counted: Tensor | None = None) -> None:
         self.master = master
         self.counted = master if counted is None else counted
         self.recipe, self.format = recipe, recipe.weight_format
+        self.kinds = kind_of(type(self), recipe), kind_of(type(self), recipe, "transposed")
         self.casts = 0
         self._waiting: weakref.ref[WaitingForm] | None = None
         self._parts: dict[object, FP8Cache] = {}

@@ -46,6 +46,7 @@ CALLS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.not_repeated
 @pytest.mark.parametrize("name", [*CALLS, "cross entropy"])
 def test_every_forward_asks_for_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     watched = Watched(monkeypatch, ops, "choose_gemm")

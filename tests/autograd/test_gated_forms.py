@@ -108,6 +108,7 @@ def test_what_is_saved(recompute: bool, activation: Any) -> None:
     assert sum(isinstance(t, BlockwiseFP8Weight) for t in saved) == 3
 
 
+@pytest.mark.not_repeated
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @whether_recomputed
 @pytest.mark.parametrize("retained", [False, True])
@@ -138,6 +139,7 @@ def test_backward_frees_what_it_has_read(
         assert alive == ["h gate up", "gate up", "", ""]
 
 
+@pytest.mark.not_repeated
 def test_backward_of_both_frees_what_it_has_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gate, up and dh are gone when the products of both begin."""
     rows, seen = 77, []

@@ -120,6 +120,7 @@ def test_equals_dense_linears_expert_by_expert(
         torch.testing.assert_close(db, torch.stack(want[3]), rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.not_repeated
 def test_rows_within_a_step_share_a_plan() -> None:
     offs, w = ends(100, 0, 150), stack(3)
     x, grad = randn(512, K, grad=True), randn(512, N)
@@ -285,6 +286,7 @@ def test_ends_of_groups_that_change_before_backward_raise() -> None:
         y.backward(grad)
 
 
+@pytest.mark.not_repeated
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_large_gradient_is_gone_when_the_products_run(
     bias: bool, monkeypatch: pytest.MonkeyPatch

@@ -76,7 +76,7 @@ def recordings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(specialize, "recorded", lambda function, *_: Recording(function))
     monkeypatch.setattr("blocktensor.ops.op.recorded", lambda function, *_: Recording(function))
     monkeypatch.setattr(Recording, "repeated", 0)
-    tables = [*OPS.values(), *specialize.SEQUENCES]
+    tables = [*OPS.values(), *(each.table for each in specialize.SEQUENCES)]
     for table in tables:
         table.forget()
     yield

@@ -68,17 +68,17 @@ def test_parts_have_the_values_of_the_op(case: str) -> None:
     assert isinstance(found, TracedTensor)
     assert (found.shape, found.dtype) == (wanted.shape, wanted.dtype)
     if case in ("stack last", "view of two"):  # no box, though nothing but places changes
-        assert found.names <= SHAPES.keys() and (found.parts is None) == (case == "view of two")
+        assert found.origins <= SHAPES.keys() and (found.parts is None) == (case == "view of two")
     if found.parts is not None:
         assert cover(found.parts, wanted.shape)
         assert torch.equal(assembled(wanted.shape, found.parts), wanted)
-        assert found.names == {part.name for part in found.parts}
+        assert found.origins == {part.name for part in found.parts}
 
 
 @pytest.mark.parametrize("case", COMPUTED)
 def test_what_is_no_part_says_so(case: str) -> None:
     wanted, found = both(COMPUTED[case])
-    assert found.shape == wanted.shape and found.parts is None and found.names
+    assert found.shape == wanted.shape and found.parts is None and found.origins
 
 
 WRITES: dict[str, Op] = {

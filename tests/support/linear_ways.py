@@ -11,12 +11,13 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from blocktensor import Recipe
-from blocktensor.autograd import plan
+from blocktensor.autograd import linear, plan
 from blocktensor.ops import reference
 from blocktensor.ops.runtime import build_player
 from tests.support.backends import replace_op
+from tests.support.fake_driver import player
 
-WAYS = ("op by op", "sequence")
+WAYS = ("op by op", "sequence", "repeated")
 
 
 def run_linears(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,15 +26,23 @@ def run_linears(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     - "op by op": as large linears run, which frees every tensor as early as possible.
     - "sequence": each direction is one sequence to record, as small linears run on GPUs. A CPU
       cannot record and calls its ops.
+    - "repeated": as sequences, and ``player.cpp`` runs all calls of a kind but the first.
     """
+    has_gpu = torch.cuda.is_available()
+    found: Any = None
     if way == "op by op":
         monkeypatch.setattr(plan, "LARGE_BYTES", 0)
     else:
         pytest.importorskip("triton")
         monkeypatch.setattr(plan, "RECORDED_DEVICES", ("cpu", "cuda"))
-        if not torch.cuda.is_available():
-            monkeypatch.setattr(build_player, "player", lambda: None)
+    if way == "repeated":
+        found = build_player.load() if has_gpu else player()
+    if not has_gpu:
+        monkeypatch.setattr(build_player, "player", lambda: found)
+    elif way != "repeated":
+        monkeypatch.setattr(linear.RepeatedLinear, "remember", lambda *_: None)
     monkeypatch.setattr(plan._PLANS, "_found", {})
+    monkeypatch.setattr(linear.repeat, "_matmul", None)
 
 
 @pytest.fixture(params=WAYS)

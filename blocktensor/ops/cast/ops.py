@@ -20,6 +20,7 @@ from torch import Tensor
 from .. import checks
 from ..formats import BlockFormat, Quantized, ceil_div
 from ..op import op, runner
+from ..runtime.specialize import recorded
 from ..scale_layouts import VECTOR_BYTES, columnwise_width, empty_columnwise, empty_quantized
 from .choose_backend import cast_backend
 from .producer import Forms, empty_forms
@@ -106,10 +107,18 @@ def _has_no_zeros(x: Tensor, format: BlockFormat) -> bool:
 
 def _decide_transpose(x: Tensor, format: BlockFormat) -> Callable[..., Quantized]:
     if x.stride(-2) == 1:
-        return lambda x, format: quantize_rowwise(x.transpose(-1, -2), format)
-    if _has_no_zeros(x, format):
-        return quantize_columnwise
-    return lambda x, format: transpose(quantize_rowwise(x, format))
+        function: Callable[..., Quantized] = _of_transposed
+    else:
+        function = quantize_columnwise if _has_no_zeros(x, format) else _of_rowwise
+    return recorded(function, cast_backend(x, format).launches)
+
+
+def _of_transposed(x: Tensor, format: BlockFormat) -> Quantized:
+    return quantize_rowwise(x.transpose(-1, -2), format)
+
+
+def _of_rowwise(x: Tensor, format: BlockFormat) -> Quantized:
+    return transpose(quantize_rowwise(x, format))
 
 
 @op(decide=_decide_transpose, check=lambda x, format: _check(x, format, format.transposes))
@@ -133,7 +142,7 @@ def _decide_with_transpose(
     backend = cast_backend(x, format)
     name = "quantize_with_transpose"
     if x.shape[-2] % VECTOR_BYTES or backend.function(name) is None:
-        return _in_two_passes
+        return recorded(_in_two_passes, backend.launches)
     return runner(backend, name)
 
 

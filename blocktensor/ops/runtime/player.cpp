@@ -1,12 +1,27 @@
-// Repeats recorded calls: finds the recording of a call by the layouts of all its arguments,
-// allocates, and launches. Python decides and records (record.py); nothing here knows an op.
+// Repeats what Python has decided (README.md in this folder):
 //
+//   Table    calls of a function: finds the recording of a call by the layouts of all its
+//            arguments, allocates, and launches
+//   Matmul   a linear layer with its node in the autograd graph, from two such functions
+//   Kernel   a registered op, for compiled graphs, which call no Python
+//
+// A call that is not known goes to Python, which records it (record.py). Nothing here knows an op.
 // Built at first use for the torch and Python that are installed (build_player.py).
 
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/autograd/saved_variable.h>
+#include <torch/csrc/jit/frontend/tracer.h>
+#include <torch/library.h>
 
+#include <ATen/PythonTorchFunctionTLS.h>
+#include <ATen/autocast_mode.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/_unsafe_view.h>
 #include <ATen/ops/empty_strided.h>
 #include <c10/core/DeviceGuard.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/SmallVector.h>
 #include <cuda.h>
@@ -153,9 +168,52 @@ struct Call {
       add_text(text, size_t(size));
       return true;
     }
+    add_object(x);
+    return true;
+  }
+
+  // Read the arguments of a registered op, each of which has a letter: see `letters` of ops/op.py.
+  // The number of rows and which tensors have it are those of the function that was recorded.
+  bool read(c10::ArrayRef<c10::IValue> args, const std::string& letters) {
+    const char* backend = std::getenv("BLOCKTENSOR_GEMM");
+    add_text(backend ? backend : "", backend ? std::strlen(backend) : 0);
+    if (letters[0] == 't' && args[0].isTensor()) {
+      const auto& first = args[0].toTensor();
+      rows = first.dim() ? first.size(0) : 0;
+    }
+    for (size_t i = 0; i < args.size(); ++i) {
+      if (rows < 0 && letters[i] == 'i' && args[i].isInt()) {
+        rows = args[i].toInt();
+      }
+      in_groups |= letters[i] == 't' && args[i].isTensor() &&
+          args[i].toTensor().scalar_type() == at::kInt;
+    }
+    words.push_back(in_groups ? (rows + kGroupStep - 1) / kGroupStep : -1);
+    for (size_t i = 0; i < args.size(); ++i) {
+      const auto& each = args[i];
+      if (each.isTensor()) {
+        if (!add_tensor(each.toTensor(), in_groups && letters[i] == 't')) {
+          return false;
+        }
+      } else if (each.isNone()) {
+        words.push_back(kObject);
+      } else if (each.isBool()) {
+        words.append({kObject, each.toBool()});
+      } else if (each.isInt()) {
+        bool is_rows = in_groups && letters[i] == 'i' && each.toInt() == rows;
+        words.append({is_rows ? kRowsInt : kInt, is_rows ? 0 : each.toInt()});
+      } else if (each.isString()) {
+        add_text(each.toStringRef().data(), each.toStringRef().size());
+      } else {
+        return false;
+      }
+    }
+    return true;
+  }
+
+  void add_object(PyObject* x) {
     words.append({kObject, reinterpret_cast<Word>(x)});
     objects.push_back(x);
-    return true;
   }
 
   void add_text(const char* text, size_t size) {
@@ -376,7 +434,8 @@ struct Recording {
     return made_tuple;
   }
 
-  PyObject* play(const Call& call) const {
+  // Allocate and launch; return what was allocated. The caller may hold the GIL or not.
+  std::vector<at::Tensor> run(const Call& call) const {
     ++plays;
     c10::OptionalDeviceGuard guard;
     CUstream stream = nullptr;
@@ -389,11 +448,31 @@ struct Recording {
           of_device.getStreamNativeHandle(of_device.getStream(device)));
     }
     auto made = allocate(call.rows);
+    launch(call, made, stream);
+    return made;
+  }
+
+  PyObject* play(const Call& call) const {
+    std::vector<at::Tensor> made;
     {
       pybind11::gil_scoped_release no_gil;
-      launch(call, made, stream);
+      made = run(call);
     }
     return wrap(result, made);
+  }
+
+  // Append the tensors of the result, in order, whatever tuples they are in.
+  void flatten(
+      const Result& of, const std::vector<at::Tensor>& made, std::vector<at::Tensor>& flat) const {
+    if (of.kind == Result::kTensor) {
+      flat.push_back(made[of.allocation]);
+    } else if (of.kind == Result::kView) {
+      at::AutoDispatchBelowADInplaceOrView no_autograd;
+      flat.push_back(made[of.allocation].as_strided(of.sizes, of.strides, of.offset));
+    }
+    for (const auto& part : of.parts) {
+      flatten(part, made, flat);
+    }
   }
 };
 
@@ -428,10 +507,82 @@ bool hooked() {
 // ---------------------------------------------------------------------------------------------
 // Tables
 
-struct Entry {
-  std::vector<Word> words;
-  std::vector<py::object> held;  // objects whose addresses are in the key
-  uint64_t hash;
+// What is known of calls, by their keys; at most so many, the oldest is forgotten first.
+template <class Value>
+class Known {
+ public:
+  explicit Known(size_t most) : most_(most) {}
+
+  // Return null if nothing is known of calls like this one.
+  Value* find(const Call& call) {
+    auto found = find(call, call.hash());
+    return found == entries_.end() ? nullptr : &found->value;
+  }
+
+  void put(const Call& call, Value value) {
+    auto hash = call.hash();
+    auto known = find(call, hash);
+    if (known != entries_.end()) {
+      forget(known);
+    }
+    while (entries_.size() >= most_) {
+      forget(entries_.begin());
+    }
+    Entry entry{{call.words.begin(), call.words.end()}, {}, hash, std::move(value)};
+    for (PyObject* each : call.objects) {
+      entry.held.push_back(py::reinterpret_borrow<py::object>(each));
+    }
+    entries_.push_back(std::move(entry));
+    found_.emplace(hash, std::prev(entries_.end()));
+  }
+
+  void forget() {
+    found_.clear();
+    entries_.clear();
+  }
+
+  size_t size() const {
+    return entries_.size();
+  }
+
+ private:
+  struct Entry {
+    std::vector<Word> words;
+    std::vector<py::object> held;  // objects whose addresses are in the key
+    uint64_t hash;
+    Value value;
+  };
+  using Place = typename std::list<Entry>::iterator;
+
+  Place find(const Call& call, uint64_t hash) {
+    auto range = found_.equal_range(hash);
+    for (auto it = range.first; it != range.second; ++it) {
+      const auto& words = it->second->words;
+      if (words.size() == call.words.size() &&
+          std::memcmp(words.data(), call.words.data(), words.size() * sizeof(Word)) == 0) {
+        return it->second;
+      }
+    }
+    return entries_.end();
+  }
+
+  void forget(Place entry) {
+    auto range = found_.equal_range(entry->hash);
+    for (auto it = range.first; it != range.second; ++it) {
+      if (it->second == entry) {
+        found_.erase(it);
+        break;
+      }
+    }
+    entries_.erase(entry);
+  }
+
+  size_t most_;
+  std::list<Entry> entries_;  // the oldest first
+  std::unordered_multimap<uint64_t, Place> found_;
+};
+
+struct Way {  // how calls of one kind run
   std::shared_ptr<Recording> recording;
   py::object function;  // called where there is no recording, or a hook is set
 };
@@ -439,34 +590,9 @@ struct Entry {
 struct Table {
   PyObject_HEAD
   vectorcallfunc call;
-  std::list<Entry>* entries;  // the oldest first
-  std::unordered_multimap<uint64_t, std::list<Entry>::iterator>* found;
+  Known<Way>* known;
   PyObject* miss;
-  size_t most;
 };
-
-std::list<Entry>::iterator find(Table* self, const Call& call, uint64_t hash) {
-  auto range = self->found->equal_range(hash);
-  for (auto it = range.first; it != range.second; ++it) {
-    const auto& words = it->second->words;
-    if (words.size() == call.words.size() &&
-        std::memcmp(words.data(), call.words.data(), words.size() * sizeof(Word)) == 0) {
-      return it->second;
-    }
-  }
-  return self->entries->end();
-}
-
-void forget(Table* self, std::list<Entry>::iterator entry) {
-  auto range = self->found->equal_range(entry->hash);
-  for (auto it = range.first; it != range.second; ++it) {
-    if (it->second == entry) {
-      self->found->erase(it);
-      break;
-    }
-  }
-  self->entries->erase(entry);
-}
 
 PyObject* table_call(PyObject* object, PyObject* const* args, size_t flags, PyObject* names) {
   auto* self = reinterpret_cast<Table*>(object);
@@ -474,14 +600,12 @@ PyObject* table_call(PyObject* object, PyObject* const* args, size_t flags, PyOb
   size_t count = PyVectorcall_NARGS(flags);
   Call call;
   if (call.read(args, count)) {
-    auto entry = find(self, call, call.hash());
-    if (entry != self->entries->end()) {
-      auto recording = entry->recording;  // held: another thread may forget the entry
-      py::object function = entry->function;
-      if (recording && !hooked()) {
-        return recording->play(call);
+    if (Way* found = self->known->find(call)) {
+      Way way = *found;  // held: another thread may forget the entry
+      if (way.recording && !hooked()) {
+        return way.recording->play(call);
       }
-      return PyObject_Vectorcall(function.ptr(), args, count, nullptr);
+      return PyObject_Vectorcall(way.function.ptr(), args, count, nullptr);
     }
   }
   return PyObject_Vectorcall(self->miss, args, count, nullptr);
@@ -500,39 +624,38 @@ PyObject* table_put(PyObject* object, PyObject* given) {
   if (!call.read(&PyTuple_GET_ITEM(args, 0), PyTuple_GET_SIZE(args))) {
     Py_RETURN_FALSE;
   }
-  auto hash = call.hash();
-  auto known = find(self, call, hash);
-  if (known != self->entries->end()) {
-    forget(self, known);
-  }
-  while (self->entries->size() >= self->most) {
-    forget(self, self->entries->begin());
-  }
-  Entry entry;
-  entry.words.assign(call.words.begin(), call.words.end());
-  for (PyObject* each : call.objects) {
-    entry.held.push_back(py::reinterpret_borrow<py::object>(each));
-  }
-  entry.hash = hash;
-  entry.function = py::reinterpret_borrow<py::object>(function);
+  Way way{nullptr, py::reinterpret_borrow<py::object>(function)};
   if (recording != Py_None) {
-    entry.recording = py::cast<std::shared_ptr<Recording>>(py::handle(recording));
+    way.recording = py::cast<std::shared_ptr<Recording>>(py::handle(recording));
   }
-  self->entries->push_back(std::move(entry));
-  self->found->emplace(hash, std::prev(self->entries->end()));
+  self->known->put(call, std::move(way));
   Py_RETURN_TRUE;
   END_HANDLE_TH_ERRORS
 }
 
-PyObject* table_forget(PyObject* object, PyObject*) {
+// table.recording(args): the recording that calls like this one repeat, or None
+PyObject* table_recording(PyObject* object, PyObject* args) {
   auto* self = reinterpret_cast<Table*>(object);
-  self->found->clear();
-  self->entries->clear();
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(PyTuple_Check(args), "expected a tuple of arguments");
+  Call call;
+  Way* found = call.read(&PyTuple_GET_ITEM(args, 0), PyTuple_GET_SIZE(args))
+      ? self->known->find(call)
+      : nullptr;
+  if (found && found->recording) {
+    return py::cast(found->recording).release().ptr();
+  }
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* table_forget(PyObject* object, PyObject*) {
+  reinterpret_cast<Table*>(object)->known->forget();
   Py_RETURN_NONE;
 }
 
 Py_ssize_t table_length(PyObject* object) {
-  return Py_ssize_t(reinterpret_cast<Table*>(object)->entries->size());
+  return Py_ssize_t(reinterpret_cast<Table*>(object)->known->size());
 }
 
 PyObject* table_new(PyTypeObject* type, PyObject* args, PyObject*) {
@@ -544,18 +667,15 @@ PyObject* table_new(PyTypeObject* type, PyObject* args, PyObject*) {
   auto* self = reinterpret_cast<Table*>(type->tp_alloc(type, 0));
   if (self) {
     self->call = table_call;
-    self->entries = new std::list<Entry>();
-    self->found = new std::unordered_multimap<uint64_t, std::list<Entry>::iterator>();
+    self->known = new Known<Way>(size_t(most));
     self->miss = Py_NewRef(miss);
-    self->most = size_t(most);
   }
   return reinterpret_cast<PyObject*>(self);
 }
 
 void table_free(PyObject* object) {
   auto* self = reinterpret_cast<Table*>(object);
-  delete self->found;
-  delete self->entries;
+  delete self->known;
   Py_XDECREF(self->miss);
   Py_TYPE(object)->tp_free(object);
 }
@@ -563,6 +683,8 @@ void table_free(PyObject* object) {
 PyMethodDef table_methods[] = {
     {"put", table_put, METH_VARARGS,
      "put(args, function, recording=None): remember how calls like this one run"},
+    {"recording", table_recording, METH_O,
+     "recording(args): the recording that calls like this one repeat, or None"},
     {"forget", table_forget, METH_NOARGS, "Forget everything."},
     {nullptr, nullptr, 0, nullptr}};
 
@@ -658,6 +780,600 @@ std::shared_ptr<Recording> record(
   return made;
 }
 
+// ---------------------------------------------------------------------------------------------
+// Linear layers and their nodes in the autograd graph
+
+using torch::autograd::Node;
+using torch::autograd::SavedVariable;
+using torch::autograd::variable_list;
+using NodePointer = decltype(torch::autograd::Edge::function);
+
+template <class T>
+NodePointer owned(T* node) {
+  if constexpr (std::is_same_v<NodePointer, std::shared_ptr<Node>>) {  // before torch 2.13
+    return NodePointer(node, [](T* x) { deleteNode(x); });
+  } else {
+    return c10::intrusive_ptr<T>::unsafe_steal_from_new(node);
+  }
+}
+
+// Call a Python function; the GIL is held.
+template <class... Args>
+py::object called(const py::object& function, const Args&... args) {
+  PyObject* given[] = {args.ptr()...};
+  PyObject* made = PyObject_Vectorcall(function.ptr(), given, sizeof...(args), nullptr);
+  if (!made) {
+    python_error error;
+    error.persist();
+    throw error;
+  }
+  return py::reinterpret_steal<py::object>(made);
+}
+
+py::object wrapped(const at::Tensor& x) {
+  return py::reinterpret_steal<py::object>(x.defined() ? THPVariable_Wrap(x) : Py_NewRef(Py_None));
+}
+
+at::Tensor tensor_or_none(const py::handle& x) {
+  return x.is_none() ? at::Tensor() : THPVariable_Unpack(x.ptr());
+}
+
+// Return an item of a tuple or of a named tuple.
+py::handle item(const py::object& tuple, Py_ssize_t i) {
+  TORCH_INTERNAL_ASSERT(PyTuple_Check(tuple.ptr()) && i < PyTuple_GET_SIZE(tuple.ptr()));
+  return PyTuple_GET_ITEM(tuple.ptr(), i);
+}
+
+// Switches the overrides of tensor subclasses off, as torch._C.DisableTorchFunctionSubclass does.
+struct WithoutOverrides {
+  at::impl::TorchFunctionDisabledState before = at::impl::PythonTorchFunctionTLS::get_disabled_state();
+
+  WithoutOverrides() {
+    if (before == at::impl::TorchFunctionDisabledState::ENABLED) {
+      at::impl::PythonTorchFunctionTLS::set_disabled_state(
+          at::impl::TorchFunctionDisabledState::SUBCLASSES_DISABLED);
+    }
+  }
+  ~WithoutOverrides() {
+    at::impl::PythonTorchFunctionTLS::set_disabled_state(before);
+  }
+};
+
+// The functions and types of autograd/repeat.py, which all linear layers share.
+struct Functions {
+  py::object weight;      // the type of trainable weights
+  py::object frozen;      // the type of frozen and of gathered ones
+  py::object quantized;   // the type of casts
+  py::object hold_cast;   // (w, plan, columnwise) -> (tensors to save, read)
+  py::object read_weight;  // (w, plan) -> (rowwise form, tensors to save, read)
+  py::object gradients;   // (plan, read, saved, grads, asked) -> gradients of x, w, bias
+  py::object thread;      // state of the calling thread (launch.py): whether ops are watched
+  py::object sharing;     // state of the calling thread (shared_cast.py): the run that shares casts
+
+  // Return true in surroundings that Python refuses, or handles by itself.
+  bool is_special() const {
+    static PyObject *watch = PyUnicode_InternFromString("watch"),
+                    *launches = PyUnicode_InternFromString("launches"),
+                    *running = PyUnicode_InternFromString("running");
+    return c10::impl::TorchDispatchModeTLS::any_modes_set() || torch::jit::tracer::isTracing() ||
+        c10::impl::tls_is_dispatch_key_included(
+               c10::DispatchKey::FuncTorchDynamicLayerFrontMode) ||
+        has(thread, watch) || has(thread, launches) || has(sharing, running);
+  }
+
+  static bool has(const py::object& of, PyObject* name) {
+    auto found = py::reinterpret_steal<py::object>(PyObject_GetAttr(of.ptr(), name));
+    if (!found) {
+      throw python_error();
+    }
+    return !found.is_none();
+  }
+};
+
+struct Plan {  // Plan of autograd/plan.py, as far as it is read here
+  py::object plan;
+  py::object fprop;     // (x, None, w, bias, offs, plan) -> (y, columnwise x, columnwise w)
+  py::object backward;  // (grad, x, w, offs, plan) -> (dx, dw); or None: call `gradients`
+  py::object columnwise;  // the format of x that wgrad reads; None if it reads none
+  bool casts_x, casts_weight, saves_x;
+  at::ScalarType dtype;  // of y
+};
+
+bool is_plain(const at::Tensor& x) {
+  static const c10::DispatchKeySet special(
+      {c10::DispatchKey::Python, c10::DispatchKey::Functionalize, c10::DispatchKey::Batched,
+       c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::Negative,
+       c10::DispatchKey::Conjugate, c10::DispatchKey::NestedTensor});
+  return !x.key_set().has_any(special) && x.has_storage() && !x.is_meta();
+}
+
+// Return the value of a tensor that forward has saved; an empty one if it has saved none.
+class Saved {
+ public:
+  explicit Saved(const at::Tensor& x) : is_any_(x.defined()) {
+    if (is_any_) {
+      variable_ = SavedVariable(x, /*is_output=*/false);
+    }
+  }
+  at::Tensor value() const {
+    return is_any_ ? variable_.unpack() : at::Tensor();
+  }
+  void release() {
+    if (is_any_) {
+      variable_.reset_data();
+    }
+  }
+
+ private:
+  bool is_any_;
+  SavedVariable variable_;
+};
+
+struct FP8LinearBackward : Node {
+  std::shared_ptr<const Functions> functions;
+  std::shared_ptr<const Plan> plan;
+  py::object read;  // SavedWeight: the form of the weight that this forward has read
+  std::vector<int64_t> x_sizes;
+  std::vector<Saved> saved;  // offs, data and scale of x, and what `read` reads
+  bool has_bias = false, releases = false;
+
+  ~FP8LinearBackward() override {
+    if (!Py_IsInitialized()) {
+      read.release();
+      return;
+    }
+    pybind11::gil_scoped_acquire gil;
+    read = py::object();
+    functions.reset();
+    plan.reset();
+    saved.clear();
+  }
+
+  std::string name() const override {
+    return "FP8LinearBackward";
+  }
+
+  void release_variables() override {
+    for (auto& each : saved) {
+      each.release();
+    }
+  }
+
+  // The engine says so unless the graph is retained.
+  void will_release_variables() override {
+    releases = true;
+  }
+
+  variable_list apply(variable_list&& grads) override {
+    pybind11::gil_scoped_acquire gil;
+    at::Tensor grad = std::move(grads[0]);
+    grads.clear();
+    variable_list values;
+    for (const auto& each : saved) {
+      values.push_back(each.value());  // may run a checkpointed forward
+    }
+    if (releases) {
+      release_variables();
+    }
+    bool asked[3] = {};
+    for (size_t i = 0; i < (has_bias ? 3 : 2); ++i) {
+      asked[i] = task_should_compute_output(i);
+    }
+    bool is_usual = grad.defined() && asked[0] && asked[1] && !asked[2] &&
+        !plan->backward.is_none() && !at::GradMode::is_enabled() && is_plain(grad) &&
+        values.size() == 4 && !functions->is_special();
+    py::object made;
+    if (is_usual) {
+      py::object w = wrapped(values[3]);
+      is_usual = Py_TYPE(w.ptr()) == type(functions->weight);
+      if (is_usual) {
+        made = gradients_of_weight(grad, values, w);
+      }
+    }
+    if (!is_usual) {
+      made = gradients(std::move(grad), std::move(values), asked);
+    }
+    variable_list found;
+    for (size_t i = 0; i < (has_bias ? 3 : 2); ++i) {
+      found.push_back(i < size_t(PyTuple_GET_SIZE(made.ptr())) ? tensor_or_none(item(made, i))
+                                                              : at::Tensor());
+    }
+    if (is_usual && x_sizes.size() != 2) {
+      at::AutoDispatchBelowADInplaceOrView no_autograd;
+      found[0] = found[0].view(x_sizes);
+    }
+    return found;
+  }
+
+  static PyTypeObject* type(const py::object& x) {
+    return reinterpret_cast<PyTypeObject*>(x.ptr());
+  }
+
+ private:
+  py::object gradients_of_weight(
+      const at::Tensor& grad, const variable_list& values, const py::object& w) const {
+    WithoutOverrides without;
+    py::object x = form(values[1], values[2], plan->columnwise);
+    py::object weights = py::reinterpret_steal<py::object>(PyTuple_Pack(1, w.ptr()));
+    static PyObject* columnwise = PyUnicode_InternFromString("columnwise");
+    PyObject* given[] = {read.ptr(), weights.ptr(), Py_True};
+    auto w_col = py::reinterpret_steal<py::object>(
+        PyObject_VectorcallMethod(columnwise, given, 3, nullptr));
+    if (!w_col) {
+      python_error error;
+      error.persist();
+      throw error;
+    }
+    return called(plan->backward, wrapped(grad), x, w_col, wrapped(values[0]), plan->plan);
+  }
+
+  py::object gradients(at::Tensor grad, variable_list values, const bool* asked) const {
+    py::list saved_list, grads;
+    for (auto& each : values) {
+      saved_list.append(wrapped(each));
+    }
+    values.clear();
+    grads.append(wrapped(grad));
+    grad.reset();  // Python frees it as soon as it is cast
+    py::list wanted;
+    for (size_t i = 0; i < 3; ++i) {
+      wanted.append(py::bool_(asked[i]));
+    }
+    wanted.append(py::bool_(false));
+    py::tuple arguments(5);
+    return called(functions->gradients, plan->plan, read, saved_list, grads, wanted);
+  }
+
+  py::object form(const at::Tensor& data, const at::Tensor& scale, const py::object& format) const {
+    auto* made = type(functions->quantized)->tp_alloc(type(functions->quantized), 3);
+    if (!made) {
+      throw python_error();
+    }
+    PyTuple_SET_ITEM(made, 0, THPVariable_Wrap(data));
+    PyTuple_SET_ITEM(made, 1, THPVariable_Wrap(scale));
+    PyTuple_SET_ITEM(made, 2, Py_NewRef(format.ptr()));
+    return py::reinterpret_steal<py::object>(made);
+  }
+};
+
+struct Matmul {
+  PyObject_HEAD
+  vectorcallfunc call;
+  std::shared_ptr<const Functions>* functions;
+  Known<std::shared_ptr<const Plan>>* plans;
+};
+
+// The operands of a linear layer. Return false if Python must run it.
+struct Operands {
+  PyObject *x_object, *w_object, *bias_object, *offs_object;
+  at::Tensor x, w, bias, offs;
+  bool needs_graph = false;
+
+  bool read(PyObject* const* args, const Functions& functions, Call& call) {
+    x_object = args[0], w_object = args[1], bias_object = args[2], offs_object = args[3];
+    auto* type = reinterpret_cast<PyObject*>(Py_TYPE(w_object));
+    bool is_fp8 = type == functions.weight.ptr() || type == functions.frozen.ptr();
+    if (!is_fp8 || !THPVariable_CheckExact(x_object) || functions.is_special()) {
+      return false;
+    }
+    x = THPVariable_Unpack(x_object);
+    w = THPVariable_Unpack(w_object);
+    for (auto [object, tensor] : {std::pair(bias_object, &bias), std::pair(offs_object, &offs)}) {
+      if (object != Py_None) {
+        if (!THPVariable_CheckExact(object)) {
+          return false;
+        }
+        *tensor = THPVariable_Unpack(object);
+      }
+    }
+    if (!is_plain(x) || x.dim() == 0) {
+      return false;
+    }
+    PyObject* given[] = {x_object, bias_object, offs_object, args[4]};
+    if (!call.read(given, 4)) {
+      return false;
+    }
+    static PyObject* kind_name = PyUnicode_InternFromString("kind");
+    auto kind = py::reinterpret_steal<py::object>(PyObject_GetAttr(w_object, kind_name));
+    if (!kind) {
+      throw python_error();
+    }
+    if (kind.is_none()) {
+      return false;
+    }
+    call.add_object(type);
+    call.add_object(kind.ptr());  // held by all weights of this kind
+    call.words.append(w.sizes().begin(), w.sizes().end());
+    call.words.append(w.strides().begin(), w.strides().end());
+    bool has_graph = at::GradMode::is_enabled();
+    Word flags = has_graph;
+    for (const auto* each : {&x, &w, &bias}) {
+      bool requires_grad = each->defined() && each->requires_grad();
+      needs_graph |= has_graph && requires_grad;
+      flags = flags << 1 | requires_grad;
+      if (each->defined() && each->_fw_grad(0).defined()) {
+        return false;
+      }
+    }
+    auto device = x.device().type();
+    bool is_autocast = at::autocast::is_autocast_enabled(device);
+    call.words.append(
+        {flags, Word(w.dim()) | Word(w.scalar_type()) << 8 | Word(w.device().type()) << 24 |
+             Word(w.device().index()) << 32,
+         is_autocast ? Word(at::autocast::get_autocast_dtype(device)) : -1});
+    return true;
+  }
+};
+
+// The output of a linear layer, before it has a node, and what backward needs.
+struct Forward {
+  at::Tensor y;
+  variable_list saved;
+  py::object read;
+
+  Forward(const Functions& functions, const Plan& plan, const at::Tensor& x, const Operands& of) {
+    at::AutoGradMode no_grad(false);
+    WithoutOverrides without;
+    auto w = py::reinterpret_borrow<py::object>(of.w_object);
+    auto bias = py::reinterpret_borrow<py::object>(of.bias_object);
+    auto offs = py::reinterpret_borrow<py::object>(of.offs_object);
+    py::object w_read, w_saved, none = py::none();
+    if (plan.casts_weight) {
+      w_read = w.attr("cache").attr("master");
+    } else {
+      auto found = called(functions.read_weight, w, plan.plan);
+      w_read = py::reinterpret_borrow<py::object>(item(found, 0));
+      w_saved = py::reinterpret_borrow<py::object>(item(found, 1));
+      read = py::reinterpret_borrow<py::object>(item(found, 2));
+    }
+    auto made = called(plan.fprop, wrapped(x), none, w_read, bias, offs, plan.plan);
+    y = THPVariable_Unpack(item(made, 0).ptr());
+    if (plan.casts_weight) {
+      auto w_col = py::reinterpret_borrow<py::object>(item(made, 2));
+      auto found = called(functions.hold_cast, w, plan.plan, w_col);
+      w_saved = py::reinterpret_borrow<py::object>(item(found, 0));
+      read = py::reinterpret_borrow<py::object>(item(found, 1));
+    }
+    if (!of.needs_graph) {
+      return;
+    }
+    saved.push_back(of.offs);
+    auto x_col = py::reinterpret_borrow<py::object>(item(made, 1));
+    bool has_form = !plan.saves_x && !x_col.is_none();
+    saved.push_back(plan.saves_x ? x : has_form ? tensor_or_none(item(x_col, 0)) : at::Tensor());
+    saved.push_back(has_form ? tensor_or_none(item(x_col, 1)) : at::Tensor());
+    for (const auto& each : w_saved) {
+      saved.push_back(tensor_or_none(each));
+    }
+  }
+};
+
+PyObject* matmul_call(PyObject* object, PyObject* const* args, size_t flags, PyObject* names) {
+  auto* self = reinterpret_cast<Matmul*>(object);
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(PyVectorcall_NARGS(flags) == 5, "expected x, w, bias, offs and recipe");
+  Call call;
+  Operands of;
+  auto functions = *self->functions;
+  std::shared_ptr<const Plan> plan;
+  if (of.read(args, *functions, call)) {
+    if (auto* found = self->plans->find(call)) {
+      plan = *found;
+    }
+  }
+  if (!plan) {
+    Py_RETURN_NOTIMPLEMENTED;
+  }
+  at::Tensor x = plan->casts_x ? of.x.to(plan->dtype) : of.x;
+  Forward made(*functions, *plan, x, of);
+  if (of.needs_graph) {
+    auto* node = new FP8LinearBackward();
+    NodePointer pointer = owned(node);
+    node->functions = functions;
+    node->plan = plan;
+    node->read = made.read;
+    node->x_sizes = x.sizes().vec();
+    node->has_bias = of.bias.defined();
+    node->set_next_edges(
+        node->has_bias ? torch::autograd::collect_next_edges(x, of.w, of.bias)
+                       : torch::autograd::collect_next_edges(x, of.w));
+    for (const auto& each : made.saved) {
+      node->saved.emplace_back(each);
+    }
+    torch::autograd::set_history(made.y, pointer);
+  }
+  if (x.dim() != 2) {  // autograd/backward.py says why the caller gets a node of its own
+    auto sizes = x.sizes().vec();
+    sizes.back() = made.y.size(1);
+    made.y = at::_unsafe_view(made.y, sizes);
+  }
+  return THPVariable_Wrap(made.y);
+  END_HANDLE_TH_ERRORS
+}
+
+// matmul.put(args, plan, fprop, backward): remember how calls like this one run
+PyObject* matmul_put(PyObject* object, PyObject* given) {
+  auto* self = reinterpret_cast<Matmul*>(object);
+  HANDLE_TH_ERRORS
+  PyObject *args, *plan, *fprop, *backward;
+  if (!PyArg_ParseTuple(given, "O!OOO", &PyTuple_Type, &args, &plan, &fprop, &backward)) {
+    return nullptr;
+  }
+  TORCH_CHECK_TYPE(PyTuple_GET_SIZE(args) == 5, "expected x, w, bias, offs and recipe");
+  Call call;
+  Operands of;
+  if (!of.read(&PyTuple_GET_ITEM(args, 0), **self->functions, call)) {
+    Py_RETURN_FALSE;
+  }
+  auto of_plan = py::reinterpret_borrow<py::object>(plan);
+  py::object dtype = of_plan.attr("out_dtype");
+  self->plans->put(
+      call,
+      std::make_shared<const Plan>(Plan{
+          of_plan, py::reinterpret_borrow<py::object>(fprop),
+          py::reinterpret_borrow<py::object>(backward), of_plan.attr("x_columnwise"),
+          of_plan.attr("casts_x").cast<bool>(), of_plan.attr("casts_weight").cast<bool>(),
+          of_plan.attr("saves_x").cast<bool>(),
+          reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type}));
+  Py_RETURN_TRUE;
+  END_HANDLE_TH_ERRORS
+}
+
+// matmul.plan(args): the plan of calls like this one, or None
+PyObject* matmul_plan(PyObject* object, PyObject* args) {
+  auto* self = reinterpret_cast<Matmul*>(object);
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(
+      PyTuple_Check(args) && PyTuple_GET_SIZE(args) == 5, "expected x, w, bias, offs and recipe");
+  Call call;
+  Operands of;
+  if (of.read(&PyTuple_GET_ITEM(args, 0), **self->functions, call)) {
+    if (auto* found = self->plans->find(call)) {
+      return Py_NewRef((*found)->plan.ptr());
+    }
+  }
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* matmul_forget(PyObject* object, PyObject*) {
+  reinterpret_cast<Matmul*>(object)->plans->forget();
+  Py_RETURN_NONE;
+}
+
+Py_ssize_t matmul_length(PyObject* object) {
+  return Py_ssize_t(reinterpret_cast<Matmul*>(object)->plans->size());
+}
+
+PyObject* matmul_new(PyTypeObject* type, PyObject* args, PyObject*) {
+  PyObject *weight, *frozen, *quantized, *hold_cast, *read_weight, *gradients, *thread, *sharing;
+  Py_ssize_t most;
+  if (!PyArg_ParseTuple(
+          args, "OOOOOOOOn", &weight, &frozen, &quantized, &hold_cast, &read_weight, &gradients,
+          &thread, &sharing, &most)) {
+    return nullptr;
+  }
+  auto* self = reinterpret_cast<Matmul*>(type->tp_alloc(type, 0));
+  if (self) {
+    auto object = [](PyObject* x) { return py::reinterpret_borrow<py::object>(x); };
+    self->call = matmul_call;
+    self->functions = new std::shared_ptr<const Functions>(std::make_shared<const Functions>(
+        Functions{object(weight), object(frozen), object(quantized), object(hold_cast),
+                  object(read_weight), object(gradients), object(thread), object(sharing)}));
+    self->plans = new Known<std::shared_ptr<const Plan>>(size_t(most));
+  }
+  return reinterpret_cast<PyObject*>(self);
+}
+
+void matmul_free(PyObject* object) {
+  auto* self = reinterpret_cast<Matmul*>(object);
+  delete self->plans;
+  delete self->functions;
+  Py_TYPE(object)->tp_free(object);
+}
+
+PyMethodDef matmul_methods[] = {
+    {"put", matmul_put, METH_VARARGS,
+     "put((x, w, bias, offs, recipe), plan, fprop, backward): remember how calls like this run"},
+    {"plan", matmul_plan, METH_O, "plan(args): the plan of calls like this one, or None"},
+    {"forget", matmul_forget, METH_NOARGS, "Forget everything."},
+    {nullptr, nullptr, 0, nullptr}};
+
+PySequenceMethods matmul_sequence{};
+PyTypeObject MatmulType = {PyVarObject_HEAD_INIT(nullptr, 0) "blocktensor_player.Matmul"};
+
+// ---------------------------------------------------------------------------------------------
+// Registered ops
+
+// The latest call that Python has computed in this thread, to be repeated; see `remember`.
+thread_local std::shared_ptr<Recording> latest;
+
+struct Repeated {  // the calls of one op that are known; the GIL is held while they are used
+  Known<std::shared_ptr<Recording>> known{4096};
+};
+
+// The kernel of a registered op for one dispatch key. It repeats known calls; others go to the
+// kernel that it replaces.
+struct Kernel : c10::OperatorKernel {
+  Repeated* repeated;  // never freed: the dispatcher outlives Python
+  c10::SafeKernelFunction otherwise;
+  std::string letters;
+
+  Kernel(Repeated* of, c10::SafeKernelFunction replaced, std::string of_arguments)
+      : repeated(of), otherwise(std::move(replaced)), letters(std::move(of_arguments)) {}
+
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+    size_t count = op.schema().arguments().size();
+    auto args = c10::ArrayRef<c10::IValue>(stack->data() + stack->size() - count, count);
+    Call call;
+    if (is_special(keys, args) || !call.read(args, letters)) {
+      return otherwise.callBoxed(op, keys, stack);
+    }
+    std::shared_ptr<Recording> recording;
+    {
+      pybind11::gil_scoped_acquire gil;
+      auto* found = hooked() ? nullptr : repeated->known.find(call);
+      if (found) {
+        recording = *found;
+      }
+    }
+    if (!recording) {
+      latest.reset();
+      otherwise.callBoxed(op, keys, stack);
+      if (auto made = std::move(latest)) {
+        pybind11::gil_scoped_acquire gil;
+        repeated->known.put(call, made);
+      }
+      return;
+    }
+    std::vector<at::Tensor> flat;
+    recording->flatten(recording->result, recording->run(call), flat);
+    torch::jit::drop(*stack, count);
+    const auto& returns = op.schema().returns();
+    if (returns.size() == 1 && returns[0].type()->kind() == c10::TypeKind::ListType) {
+      stack->emplace_back(std::move(flat));
+    } else {
+      for (auto& each : flat) {
+        stack->emplace_back(std::move(each));
+      }
+    }
+  }
+
+  // Return true if a mode, a subclass or autograd must see the call.
+  static bool is_special(c10::DispatchKeySet keys, c10::ArrayRef<c10::IValue> args) {
+    static const c10::DispatchKeySet of_modes(
+        {c10::DispatchKey::Python, c10::DispatchKey::Functionalize});
+    if (keys.has_any(of_modes) || c10::impl::TorchDispatchModeTLS::any_modes_set()) {
+      return true;
+    }
+    if (!at::GradMode::is_enabled() || !keys.has_any(c10::autograd_dispatch_keyset)) {
+      return false;
+    }
+    for (const auto& each : args) {
+      if (each.isTensor() && each.toTensor().defined() && each.toTensor().requires_grad()) {
+        return true;
+      }
+    }
+    return false;
+  }
+};
+
+// Put kernels that repeat calls before the kernels of an op, for as long as the process runs.
+void repeat_op(const std::string& name, const std::string& letters) {
+  static auto* library = new std::vector<torch::Library>();
+  auto op = c10::Dispatcher::singleton().findSchemaOrThrow(("blocktensor::" + name).c_str(), "");
+  TORCH_CHECK_VALUE(letters.size() == op.schema().arguments().size(), "a letter for each argument");
+  auto* repeated = new Repeated();
+  for (auto key : {c10::DispatchKey::AutogradCUDA, c10::DispatchKey::CUDA}) {
+    auto kernel =
+        std::make_unique<Kernel>(repeated, op.getComputedKernelForDispatchKey(key), letters);
+    library->emplace_back(
+        torch::Library::IMPL, "blocktensor", c10::make_optional(key), __FILE__, __LINE__);
+    library->back().impl(
+        name.c_str(), torch::CppFunction::makeFromBoxedFunctor(std::move(kernel)));
+  }
+}
+
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
@@ -674,6 +1390,21 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     throw py::error_already_set();
   }
   m.attr("Table") = py::handle(reinterpret_cast<PyObject*>(&TableType));
+  MatmulType.tp_basicsize = sizeof(Matmul);
+  MatmulType.tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL;
+  MatmulType.tp_vectorcall_offset = offsetof(Matmul, call);
+  MatmulType.tp_call = PyVectorcall_Call;
+  MatmulType.tp_new = matmul_new;
+  MatmulType.tp_dealloc = matmul_free;
+  MatmulType.tp_methods = matmul_methods;
+  matmul_sequence.sq_length = matmul_length;
+  MatmulType.tp_as_sequence = &matmul_sequence;
+  if (PyType_Ready(&MatmulType) < 0) {
+    throw py::error_already_set();
+  }
+  m.attr("Matmul") = py::handle(reinterpret_cast<PyObject*>(&MatmulType));
+  m.def("repeat_op", &repeat_op);
+  m.def("remember", [](std::shared_ptr<Recording> recording) { latest = std::move(recording); });
   py::class_<Recording, std::shared_ptr<Recording>>(m, "Recording")
       .def(py::init(&record))
       .def_property_readonly("allocations", [](const Recording& self) {  // sizes and strides

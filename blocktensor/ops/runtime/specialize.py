@@ -224,18 +224,27 @@ class Specialized:
         if player is None:
             self._table.put(args, function.function)
             return function(*args)
-        if isinstance(self._table, _PlainTable):
-            self._table = player.Table(self._first, MAX_KEYS)
+        table = self.table_of(player)
         from .record import record  # this import needs Triton
 
         result, recording = record(function.function, args, player)
         if check_recordings.ENABLED and isinstance(recording, player.Recording):
             recording = check_recordings.checked(function.function, recording)
         if isinstance(recording, player.Recording):
-            self._table.put(args, function.function, recording)
+            table.put(args, function.function, recording)
         elif recording is not None:
-            self._table.put(args, recording)
+            table.put(args, recording)
         return result
+
+    def table_of(self, player: Any) -> Any:
+        """Return the ``Table`` of ``player.cpp`` that runs calls which need no dispatcher."""
+        if isinstance(self._table, _PlainTable):
+            self._table = player.Table(self._first, MAX_KEYS)
+        return self._table
+
+    def recording(self, args: tuple[Any, ...]) -> Any:
+        """Return the ``Recording`` that calls like this one repeat; None if there is none."""
+        return None if isinstance(self._table, _PlainTable) else self._table.recording(args)
 
     def forget(self) -> None:
         """Forget all decisions."""
@@ -258,24 +267,34 @@ def watching(watch: Callable[..., None] | None) -> Iterator[Any]:
         this_thread.watch = outer
 
 
-SEQUENCES: list[Specialized] = []
-"""All sequences, with their recordings."""
-
-
-def sequence(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a function that calls several ops, so that it is recorded once for each kind.
+class Sequence:
+    """A function that calls several ops, recorded once for each kind of arguments.
 
     The kind of a call is the :func:`key_of` all arguments. While ops are watched or must go through
     the dispatcher, the function itself runs.
+
+    Attributes:
+        table: the function's recordings.
     """
-    table = Specialized(lambda *args: recorded(function), function)
-    SEQUENCES.append(table)
 
-    @functools.wraps(function)
-    def run(*args: Any) -> Any:
-        return (table if this_thread.watch is None else function)(*args)
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self.table = Specialized(lambda *args: recorded(function), function)
+        functools.update_wrapper(self, function)
 
-    return run
+    def __call__(self, *args: Any) -> Any:
+        """Run the function."""
+        return (self.table if this_thread.watch is None else self._function)(*args)
+
+
+SEQUENCES: list[Sequence] = []
+"""All sequences."""
+
+
+def sequence(function: Callable[..., Any]) -> Sequence:
+    """Decorate a function that calls several ops: see :class:`Sequence`."""
+    SEQUENCES.append(Sequence(function))
+    return SEQUENCES[-1]
 
 
 def recorded(function: Callable[..., Any], launches: bool = True) -> Callable[..., Any]:

@@ -110,6 +110,7 @@ def test_threads(plays: Callable[[], int]) -> None:
 
 def test_a_captured_graph_follows_its_inputs(plays: Callable[[], int]) -> None:
     x = draw((256, 512))
+    torch.cuda.synchronize()  # the other stream reads x
     with torch.cuda.stream(torch.cuda.Stream()):
         casts(x), casts(x)
     torch.cuda.synchronize()
