@@ -344,6 +344,13 @@ def _check_wgrad_input(x: BlockwiseFP8Tensor, recipe: Recipe) -> None:
         fits = x.columnwise_format.block_shape == wanted.block_shape
     if fits:
         return
+    if wanted is None and x.recipe.wgrad_input == recipe.wgrad_input:
+        raise ValueError(
+            f"the input {list(x.shape)}, which is FP8 already, lacks the tensor from which it was "
+            f"cast, which the gradient of the weight reads (wgrad_input='high_precision'): slices "
+            f"and concatenations lose it; cut or join the high-precision tensors, then call "
+            f"blocktensor.quantize(x, recipe=weight.recipe)"
+        )
     name = x.columnwise_format.name
     held = f"holds {name} blocks" if x.source is None else "is cast for 'high_precision'"
     raise ValueError(

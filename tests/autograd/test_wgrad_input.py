@@ -185,6 +185,16 @@ ValueError: mixed recipes: the gradient of the weight has wgrad_input='128x128',
     )
 
 
+def test_parts_of_an_input_lack_what_it_was_cast_from() -> None:
+    module, x = linear(130, 70, recipe=HIGH), randn(300, 70)
+    given = quantize(x, HIGH)
+    for part in (given[:128], torch.cat([given, given])):
+        with pytest.raises(ValueError, match=r"lacks the tensor .* cut or join the high-precision"):
+            module(part)
+    cast, plain = lambda m, x: m(quantize(x, HIGH)), lambda m, x: m(x)
+    assert_all_equal(*(grads_of(module, x[:128], randn(128, 130), y) for y in (cast, plain)))
+
+
 def test_an_input_that_was_changed_after_its_cast_is_refused() -> None:
     module, x = linear(130, 70, recipe=HIGH), randn(300, 70)
     given = quantize(x, HIGH)

@@ -305,6 +305,29 @@ def test_a_kill_at_any_step_leaves_the_old_or_the_new(tmp_path: Path, kind: str)
     assert set(seen) == {before, NEW}
 
 
+def first(steps: list[str], call: str) -> int:
+    """The number of the first step, from 1, that is this call."""
+    return next(i for i, step in enumerate(steps, 1) if step.startswith(call))
+
+
+def test_remains_of_a_killed_save_do_not_claim_files_of_another_writer(tmp_path: Path) -> None:
+    """A first save is killed before its index is in place, and the next writer has its names."""
+    folder, other = tmp_path / "fp8", save(OLD, tmp_path / "other")
+    with disk_steps() as steps:
+        save(NEW, tmp_path / "whole")
+    with pytest.raises(Killed), disk_steps(first(steps, "replace"), Killed()):
+        save(NEW, folder)
+    shutil.copytree(other, folder, dirs_exist_ok=True)
+    shutil.copytree(folder, tmp_path / "twin")
+    with disk_steps() as steps:
+        save(NEXT, tmp_path / "twin")
+    full = OSError(errno.ENOSPC, "no space left")
+    with pytest.raises(OSError, match="no space left"), disk_steps(first(steps, "chmod"), full):
+        save(NEXT, folder)
+    assert content(folder) == content(other)
+    assert seed_in(folder) == OLD
+
+
 @pytest.mark.parametrize("error", [OSError(errno.EIO, "I/O"), KeyboardInterrupt()], ids=repr)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_that_fails_leaves_exactly_the_old_or_the_new(

@@ -269,6 +269,25 @@ def test_extra_states_that_are_tensors(tmp_path: Path) -> None:
     assert all(torch.equal(x.seen, torch.arange(3)) for x in model)
 
 
+class WithNorm(WithState):
+    """Its state is a tensor, and it computes another one from its weight."""
+
+    def set_extra_state(self, state: Any) -> None:
+        super().set_extra_state(state)
+        weight = self.weight
+        values = weight.dequantize() if isinstance(weight, BlockwiseFP8Tensor) else weight
+        self.norm = values.detach().float().norm()
+
+
+def test_an_extra_state_sees_the_loaded_weights(tmp_path: Path) -> None:
+    source, model = (WithNorm(K, N).bfloat16() for _ in "ab")
+    source.seen = torch.arange(3)
+    convert(source, skip_small=False)
+    load_fp8(model, save_fp8(source, tmp_path / "fp8"))
+    assert isinstance(model.weight, BlockwiseFP8Tensor)
+    assert torch.equal(model.norm, model.weight.dequantize().float().norm())
+
+
 def test_scales_do_not_lie_in_the_file(tmp_path: Path) -> None:
     """Also those whose rows need no padding, which no op copies."""
     source, model = nn.Linear(512, 8, bias=False).bfloat16(), nn.Linear(512, 8, bias=False)

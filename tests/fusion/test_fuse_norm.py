@@ -23,6 +23,7 @@ from tests.support.models import POWER_OF_TWO, randn
 from tests.support.norms import Block, Norm, OfTorch, blocks, fused_blocks, fused_norms
 from tests.support.ranks import on_ranks, shared_mesh
 from tests.support.siblings import watched_casts
+from tests.support.steps import step
 
 
 class Gemma(Norm):
@@ -152,6 +153,15 @@ def test_bits(norm: Any, dtype: torch.dtype, device: torch.device) -> None:
     assert count_runs(model, x.to(dtype)) == norms + 2  # MLPs
     made = model.layers[0].input_layernorm(x.to(dtype))
     assert type(made) is torch.Tensor  # which anything may read
+
+
+@pytest.mark.parametrize("norm", [Norm, Gemma])
+def test_an_input_of_another_dtype_than_the_weight_runs_as_written(norm: Any) -> None:
+    """With a weight in fp32 the result may be in fp32, and then so is its gradient."""
+    norms = [x.layers[0].input_layernorm.float() for x in fused_blocks(norm)]
+    assert_bits(*(step(each, randn(33, K)) for each in norms))
+    assert count_runs(norms[0], randn(33, K)) == 0
+    assert count_runs(norms[0].bfloat16(), randn(33, K)) == 1
 
 
 @pytest.mark.parametrize("norm", [Norm, OfTorch, PLANTED["by torch"]])

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from blocktensor import Recipe, convert, functional, fuse, monitor, share_inputs
+from blocktensor import Recipe, convert, functional, fuse, monitor, quantize, share_inputs
 from blocktensor.ops import reference
 from blocktensor.ops.formats import BlockFormat
 from blocktensor.reports import Health, Monitor
@@ -256,6 +256,16 @@ def test_a_step_that_raises_is_not_counted() -> None:
             pass
         assert health.to_dict() and health.step > 0
         health.step = 0
+
+
+def test_a_cast_that_raises_inside_of_a_step() -> None:
+    """What the caller handles does not end the measurement."""
+    model = converted()
+    with monitor(model) as health:
+        with pytest.raises(TypeError, match=r"torch\.float64"):
+            quantize(torch.ones(4, K, dtype=torch.float64))
+        model(randn(5, K)).sum().backward()
+    assert all({"x", "w", "g"} <= operands.keys() for operands in measured(health).values())
 
 
 def test_what_is_logged_and_shown() -> None:

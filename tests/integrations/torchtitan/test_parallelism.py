@@ -174,6 +174,7 @@ def runs_on_two(rank: int, world: int, folder: str) -> dict[str, Any]:
         "fsdp": train(runs.fp8())[0],
         "cut inside blocks": error_of(cut_inside_blocks(folder)),
         "remedy": train(cut_inside_blocks(folder, filter_fqns=["feed_forward"]), audited),
+        "one of three": train(in_fp8(runs.bf16("llama3", 2, **tp), filter_fqns=["w1"]), audited),
         "fused": error_of(in_fp8(runs.bf16("llama3", 2, **tp), fuse=True)),
     }
 
@@ -322,12 +323,15 @@ def test_checkpoints(alone: dict[str, Any], on_two: list[dict[str, Any]]) -> Non
         assert_rounded(rank["pp, saved"][0] + rank["pp, more"], rank["1F1B"], steps=4, by=1e-4)
 
 
-def test_what_tensor_parallel_lacks(on_two: list[dict[str, Any]]) -> None:
+def test_what_tensor_parallel_lacks(alone: dict[str, Any], on_two: list[dict[str, Any]]) -> None:
     for rank in on_two:
         assert "NotImplementedError: 'layers.0.feed_forward.w1'" in rank["cut inside blocks"]
         assert "filter_fqns=['layers.0.feed_forward.w1']" in rank["cut inside blocks"]
         losses, products = rank["remedy"]
         assert len(losses) == 2
         assert_all_in_fp8(products, {"wqkv", "wo"})
+        losses, products = rank["one of three"]  # w1 reads the same input as w3
+        assert_close(losses, alone["bf16"][:2], steps=2)
+        assert_all_in_fp8(products, {"wqkv", "wo", "w2", "w3"})
         assert "takes 'layers.0.feed_forward' apart" in rank["fused"]
         assert "no tensor or expert parallelism" in rank["fused"]

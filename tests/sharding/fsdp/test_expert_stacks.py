@@ -96,6 +96,15 @@ def test_experts_train_as_in_one_process(mesh: DeviceMesh, device: str, dim: int
         assert_trains_as_one_process(lambda m: shard(m, mesh, dim), device, make)
 
 
+@on_ranks(4)
+def test_ranks_beyond_the_last_expert(mesh: DeviceMesh, device: str) -> None:
+    """With 2 experts the fourth rank begins behind the end; with 5 so does the last of them."""
+    for experts in (2, 5):
+        assert_trains_as_one_process(
+            lambda m: shard(m, mesh), device, lambda e=experts: TitanMoE(e, K, N)
+        )
+
+
 MICROBATCHES = {"microbatches": 2, "exact_gradients": False}
 
 
