@@ -178,28 +178,25 @@ def linear_cross_entropy(
             plain one, which is cast.
         target: int64 ``[...]``, the indices of classes.
         bias: ``[N]`` or None.
-        reduction, ignore_index: as in ``F.cross_entropy``; the reductions are "mean" and "sum".
+        reduction, ignore_index: as in ``F.cross_entropy``; the reductions are "mean" and "sum". The
+            mean is divided by the number of targets that are not ignored or, with ``weight``, by
+            the sum of their weights.
         chunk_size: tokens of a chunk, a multiple of 128; by default as many as fit in 4 GiB of
             temporary memory, at itemsize + 2 bytes a logit on a GPU, itemsize + 12 elsewhere.
         recipe: numeric choices where x and w are plain; default ``Recipe()``.
-        weight, label_smoothing: of ``F.cross_entropy``; not implemented, only the defaults work.
+        weight: fp32 ``[N]``, the weights of the classes, without a gradient; or None.
+        label_smoothing: from 0 to 1, as in ``F.cross_entropy``: the share of the loss that is the
+            mean over all classes.
 
     Returns:
         The loss, an fp32 scalar. For no tokens the sum is 0 and the mean is nan.
 
     Raises:
         TypeError, ValueError: dtypes, shapes, devices, recipes or options that do not fit together.
-        NotImplementedError: fake tensors, torch.func; a ``weight`` or ``label_smoothing``.
+        NotImplementedError: fake tensors, torch.func; a ``weight`` that requires a gradient.
     """
     _check(recipe, {"x": x, "w": w, "target": target}, {"bias": bias})
-    if weight is not None or label_smoothing != 0:
-        given = "weight=weight" if weight is not None else f"label_smoothing={label_smoothing!r}"
-        raise NotImplementedError(
-            f"linear_cross_entropy does not implement {given}: compute "
-            f"F.cross_entropy(functional.linear(x, w).float(), target, {given}), which has the "
-            f"logits of all tokens"
-        )
-    loss = CrossEntropy(reduction, ignore_index)
+    loss = CrossEntropy(reduction, ignore_index, weight, label_smoothing)
     if not _stays_whole(w, recipe) and not is_dynamo_compiling():
         _whole_functions.announce_if_loaded()
     return _whole_functions.linear_cross_entropy(x, w, target, bias, loss, chunk_size, recipe)

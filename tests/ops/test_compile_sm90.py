@@ -182,6 +182,9 @@ def passes() -> Iterator[Case]:
     for dtype, total, cols in product(DTYPES, (None, like(dtype=torch.int64)), (300, 128256)):
         args = like(1024, cols, dtype=dtype), target, total, -100
         yield Case(partial(triton_rows.loss_and_gradient_, *args), 2, 0)
+        for weight in (None, like(cols, dtype=FP32)):
+            more = partial(triton_rows.loss_and_gradient_, *args, weight, 0.1)
+            yield Case(more, 2, 0)
 
 
 Formats = tuple[BlockFormat | None, BlockFormat | None]
