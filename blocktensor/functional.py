@@ -11,7 +11,9 @@ from torch.compiler import is_dynamo_compiling
 
 from .autograd import gated_mlp as _gated_mlp
 from .autograd import linear as _linear
+from .autograd import norm as _norm
 from .autograd.linear_cross_entropy import CrossEntropy
+from .autograd.norm import Rounding
 from .autograd.quantize import quantize
 from .ops import checks
 from .ops.producers.ops import ActivationName
@@ -26,6 +28,7 @@ __all__ = [
     "linear",
     "linear_cross_entropy",
     "quantize",
+    "rms_norm",
 ]
 
 
@@ -200,6 +203,43 @@ def linear_cross_entropy(
     if not _stays_whole(w, recipe) and not is_dynamo_compiling():
         _whole_functions.announce_if_loaded()
     return _whole_functions.linear_cross_entropy(x, w, target, bias, loss, chunk_size, recipe)
+
+
+def rms_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    kind: Rounding = "torch",
+) -> Tensor:
+    """Return ``x / sqrt(mean(x²) + eps) * weight`` over the last dimension, in the dtype of x.
+
+    "torch" is ``torch.nn.functional.rms_norm(x, x.shape[-1:], weight, eps)``, and runs torch's
+    kernel. torch has none for "llama" and "gemma", the norms of transformers. Written out, their
+    forward runs eight kernels and saves x in fp32 and the normalized x. Here it runs five, with the
+    same bits, and saves x and a number for each row. Compilers get the ops as written out, and fuse
+    them.
+
+    Several linear layers that read the result can share one cast of it:
+    ``y = quantize(rms_norm(x, weight))`` is cast once for all of them, and saved for their
+    backwards in FP8. In a module, :func:`blocktensor.share_inputs` does the same.
+
+    Args:
+        x: ``[..., K]`` bf16, fp16 or fp32.
+        weight: ``[K]``, of x's dtype ("torch" takes any), or None for ones ("gemma": zeros).
+        eps: added to the mean of the squares; default ``torch.finfo(torch.float32).eps``, as
+            torch's.
+        kind: where values are rounded. All compute ``r = x / sqrt(mean(x²) + eps)`` in fp32.
+            "torch": ``r * weight`` in fp32, then rounded; "llama": r is rounded, then multiplied by
+            the weight (Llama, Mistral, Qwen, DeepSeek); "gemma": ``r * (1 + weight)`` in fp32, then
+            rounded.
+
+    Raises:
+        TypeError, ValueError: an unknown kind; dtypes, shapes or devices that do not fit together.
+        NotImplementedError: second derivatives of "llama" and "gemma".
+    """
+    _check(None, {"x": x}, {"weight": weight})
+    return _norm.rms_norm(x, weight, eps, kind)
 
 
 def _check(
