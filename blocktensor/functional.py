@@ -96,7 +96,7 @@ def gated_mlp(
         bias_gate, bias_up, bias_down: ``[I]``, ``[I]`` and ``[N]``, or None; without ``w_up``,
             ``[2I]``, None and ``[N]``. Where a bias of gate or up is trained, the gradients of gate
             and up are stored in high precision.
-        activation: "silu" or "gelu_tanh".
+        activation: "silu", "gelu" (by erf), "gelu_tanh" (by tanh), or "relu2" (the square of relu).
         recompute: save no form of h, for any activation, and compute one gradient after the other
             in backward: this takes the least memory, and two more reads.
         recipe: numeric choices; default: the recipe of the weights, or ``Recipe()`` if they are
