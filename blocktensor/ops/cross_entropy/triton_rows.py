@@ -124,7 +124,7 @@ def loss_and_gradient_(
     losses = torch.empty((rows,), dtype=torch.float32, device=logits.device)
     made = torch.empty((), dtype=torch.float32, device=logits.device)
     given, has_total = made if total is None else total, {"TOTAL": total is not None}
-    most = _COLS // 2 if label_smoothing else _COLS  # else registers would spill
+    most = _COLS // 4 if label_smoothing else _COLS  # else registers would spill
     block = min(most, triton.next_power_of_2(max(128, cols)))
     Launch(
         cross_entropy_kernel,
