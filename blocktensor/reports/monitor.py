@@ -118,7 +118,20 @@ class Monitor(Report):
     def _latest(self) -> dict[str, dict[str, Health]]:
         return _by_layer(*self._measured[max(self._measured)]) if self._measured else {}
 
-    def to_dict(self) -> dict[str, float]:
+    def to_dict(self) -> dict[str, Any]:
+        """Return ``every``, ``step``, and :meth:`health` with figures by name, for JSON."""
+        return {
+            **super().to_dict(),
+            "health": {
+                str(step): {
+                    layer: {operand: health._asdict() for operand, health in operands.items()}
+                    for layer, operands in layers.items()
+                }
+                for step, layers in self.health().items()
+            },
+        }
+
+    def scalars(self) -> dict[str, float]:
         """Return the latest figures by names such as ``"fp8/layers.0.up/x/sqnr"``.
 
         ``wandb.log`` takes them, and ``SummaryWriter.add_scalar`` each of them. Empty before the
@@ -186,7 +199,7 @@ def monitor(model: nn.Module, every: int = 100) -> Monitor:
                 model(**batch).loss.backward()
             optimizer.step()
             if health.step % 100 == 1:
-                wandb.log(health.to_dict())
+                wandb.log(health.scalars())
 
     For each FP8 layer it measures the input ``x``, the weight ``w`` and the gradient of the output
     ``g``, of at most 256 rows each. The inputs of all matmuls of a module of experts are

@@ -20,7 +20,7 @@ from ..ops import checks
 from ..ops.cast import ops as cast
 from ..ops.formats import BLOCKS_1X128, BlockFormat, Quantized, with_block_shape
 from ..ops.scale_layouts import laid_out
-from ..recipe import DEFAULT_RECIPE, Recipe
+from ..recipe import DEFAULT_RECIPE, Recipe, check_recipe
 from .base import FP8Base, StraightThrough, wrapper
 from .operand import Operand, form_of, operand_of
 from .refusals import refuse_one_tensor, refuse_rebuilding
@@ -185,7 +185,7 @@ class BlockwiseFP8Tensor(FP8Base):
         *,
         block_shape: tuple[int, int],
         dtype: torch.dtype = torch.bfloat16,
-        recipe: Recipe = DEFAULT_RECIPE,
+        recipe: Recipe | None = None,
     ) -> BlockwiseFP8Tensor:
         """Return a tensor with existing FP8 bytes and scales (value = data * scale).
 
@@ -194,10 +194,13 @@ class BlockwiseFP8Tensor(FP8Base):
             rowwise_scale: fp32 ``[M, K/128]`` or ``[..., N/128, K/128]`` (rounded up).
             block_shape: ``(1, 128)`` or ``(128, 128)``.
             dtype: the high-precision dtype that autograd sees.
+            recipe: numeric choices, of which ``scale`` must be the scales'; default ``Recipe()``.
 
         Raises:
             TypeError, ValueError: wrong dtypes, ranks, devices, or a scale of another shape.
         """
+        check_recipe(recipe)
+        recipe = recipe or DEFAULT_RECIPE
         form = Quantized(rowwise_data, rowwise_scale, with_block_shape(block_shape, recipe.scale))
         checks.quantized(form)
         checks.gemm_output(dtype)
@@ -209,7 +212,7 @@ class BlockwiseFP8Tensor(FP8Base):
         cls,
         x: Tensor,
         blocks: BlockFormat | tuple[int, int] = BLOCKS_1X128.block_shape,
-        recipe: Recipe = DEFAULT_RECIPE,
+        recipe: Recipe | None = None,
         *,
         rowwise: bool = True,
         columnwise: bool = True,
@@ -222,11 +225,14 @@ class BlockwiseFP8Tensor(FP8Base):
             x: bf16, fp16 or fp32: ``[..., K]`` for 1x128 blocks, ``[N, K]`` or ``[E, N, K]`` for
                 128x128 blocks; any strides.
             blocks: the shape of blocks, whose scales ``recipe`` chooses, or their format.
+            recipe: numeric choices; default ``Recipe()``.
             rowwise, columnwise: which forms of 1x128 blocks to make (128x128: always rowwise).
 
         Raises:
             TypeError, ValueError: another dtype, rank or block shape.
         """
+        check_recipe(recipe)
+        recipe = recipe or DEFAULT_RECIPE
         format = (
             blocks if isinstance(blocks, BlockFormat) else with_block_shape(blocks, recipe.scale)
         )

@@ -55,7 +55,7 @@ def plan(
     microbatches: int = 1,
     clip: bool = True,
     skip_small: bool = True,
-    recipe: Recipe = DEFAULT_RECIPE,
+    recipe: Recipe | None = None,
 ) -> TrainingPlan:
     """Return the memory and the speed that a training run will have, in bf16 and in FP8.
 
@@ -91,7 +91,7 @@ def plan(
         microbatches: forwards and backwards of a step. FSDP2 reduces gradients in the last.
         clip: with ``clip_grad_norm_``.
         skip_small: as in ``convert``.
-        recipe: as in ``convert``.
+        recipe: numeric choices; default ``Recipe()``.
 
     Raises:
         ImportError: a name or a config without transformers.
@@ -122,7 +122,7 @@ def plan(
         microbatches=microbatches,
         clip=clip,
         skip_small=skip_small,
-        recipe=recipe,
+        recipe=DEFAULT_RECIPE if recipe is None else recipe,
     )
     name, module = model_of(model, sizes)
     described = describe(module, setup)
