@@ -58,6 +58,14 @@ def linear(
 
     Raises:
         TypeError, ValueError: dtypes, shapes, devices or recipes that do not fit together.
+
+    Examples:
+        >>> x = torch.randn(8, 256, dtype=torch.bfloat16, requires_grad=True)
+        >>> w = torch.randn(512, 256, dtype=torch.bfloat16, requires_grad=True)
+        >>> y = blocktensor.functional.linear(x, w)
+        >>> y.sum().backward()
+        >>> y.shape, w.grad.shape
+        (torch.Size([8, 512]), torch.Size([512, 256]))
     """
     _check(recipe, {"x": x, "w": w}, {"bias": bias})
     if _stays_whole(w, recipe):
@@ -108,6 +116,13 @@ def gated_mlp(
     Raises:
         TypeError, ValueError: an unknown activation; dtypes, shapes, devices or recipes that do not
             fit together.
+
+    Examples:
+        >>> x = torch.randn(8, 256, dtype=torch.bfloat16)
+        >>> gate, up = torch.randn(2, 512, 256, dtype=torch.bfloat16)
+        >>> down = torch.randn(256, 512, dtype=torch.bfloat16)
+        >>> blocktensor.functional.gated_mlp(x, gate, up, down, activation="gelu").shape
+        torch.Size([8, 256])
     """
     _check(recipe, {"x": x}, {"bias_gate": bias_gate, "bias_up": bias_up, "bias_down": bias_down})
     weights, biases = (w_gate, w_up, w_down), (bias_gate, bias_up, bias_down)
@@ -145,6 +160,15 @@ def gated_experts(
     Raises:
         TypeError, ValueError: an unknown activation; dtypes, shapes, devices or recipes that do not
             fit together.
+
+    Examples:
+        >>> x = torch.randn(8, 256, dtype=torch.bfloat16)  # sorted by expert
+        >>> gate, up = torch.randn(2, 3, 512, 256, dtype=torch.bfloat16)
+        >>> down = torch.randn(3, 256, 512, dtype=torch.bfloat16)
+        >>> tokens_per_expert = torch.tensor([5, 0, 3])
+        >>> offs = tokens_per_expert.cumsum(0, dtype=torch.int32)
+        >>> blocktensor.functional.gated_experts(x, gate, up, down, offs).shape
+        torch.Size([8, 256])
     """
     _check(recipe, {"x": x, "offs": offs})
     weights, biases = (w_gate, w_up, w_down), (None, None, None)
@@ -197,6 +221,15 @@ def linear_cross_entropy(
     Raises:
         TypeError, ValueError: dtypes, shapes, devices, recipes or options that do not fit together.
         NotImplementedError: fake tensors, torch.func; a ``weight`` that requires a gradient.
+
+    Examples:
+        >>> x = torch.randn(300, 256, dtype=torch.bfloat16, requires_grad=True)
+        >>> w = torch.zeros(1000, 256, dtype=torch.bfloat16, requires_grad=True)
+        >>> target = torch.arange(300)
+        >>> loss = blocktensor.functional.linear_cross_entropy(x, w, target, label_smoothing=0.1)
+        >>> loss.backward()
+        >>> round(loss.item(), 4)  # log(1000)
+        6.9078
     """
     _check(recipe, {"x": x, "w": w, "target": target}, {"bias": bias})
     loss = CrossEntropy(reduction, ignore_index, weight, label_smoothing)
@@ -237,6 +270,11 @@ def rms_norm(
     Raises:
         TypeError, ValueError: an unknown kind; dtypes, shapes or devices that do not fit together.
         NotImplementedError: second derivatives of "llama" and "gemma".
+
+    Examples:
+        >>> x, weight = torch.tensor([[3.0, 4.0, 0.0, 0.0]]), torch.full((4,), 2.0)
+        >>> blocktensor.functional.rms_norm(x, weight)
+        tensor([[2.4000, 3.2000, 0.0000, 0.0000]])
     """
     _check(None, {"x": x}, {"weight": weight})
     return _norm.rms_norm(x, weight, eps, kind)
@@ -320,6 +358,13 @@ def grouped_linear(
 
     Raises:
         TypeError, ValueError: dtypes, shapes, devices or recipes that do not fit together.
+
+    Examples:
+        >>> x = torch.randn(8, 256, dtype=torch.bfloat16)  # sorted by expert
+        >>> w = torch.randn(3, 512, 256, dtype=torch.bfloat16)
+        >>> offs = torch.tensor([5, 0, 3]).cumsum(0, dtype=torch.int32)
+        >>> blocktensor.functional.grouped_linear(x, w, offs).shape
+        torch.Size([8, 512])
     """
     _check(recipe, {"x": x, "w": w, "offs": offs}, {"bias": bias})
     if _stays_whole(w, recipe):

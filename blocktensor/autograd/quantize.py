@@ -28,6 +28,13 @@ def quantize(x: Tensor, recipe: Recipe | None = None) -> BlockwiseFP8Tensor:
 
     Raises:
         TypeError, ValueError: another type or dtype, or a scalar.
+
+    Examples:
+        >>> x = torch.randn(8, 256, dtype=torch.bfloat16)
+        >>> wq, wk = torch.randn(2, 128, 256, dtype=torch.bfloat16)
+        >>> y = blocktensor.quantize(x)  # cast once for both
+        >>> blocktensor.functional.linear(y, wq).shape, blocktensor.functional.linear(y, wk).shape
+        (torch.Size([8, 128]), torch.Size([8, 128]))
     """
     check_recipe(recipe)
     if isinstance(x, BlockwiseFP8Tensor):

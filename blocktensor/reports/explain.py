@@ -135,6 +135,11 @@ def explain(
         TypeError: ``tokens`` is no integer, ``recipe`` no recipe.
         ValueError: negative ``tokens``, a shape that is not three sizes, an unknown device, or a
             ``BLOCKTENSOR_GEMM`` that cannot run them.
+
+    Examples:
+        >>> report = blocktensor.explain([(8192, 4096, 4096)], device="H200")
+        >>> [f"{each.kind}: {each.backend}" for each in report.products]
+        ['fprop: gluon', 'dgrad: gluon', 'wgrad: gluon']
     """
     given: Any = model_or_shapes
     if not isinstance(given, (nn.Module, Sequence)) or isinstance(given, str):

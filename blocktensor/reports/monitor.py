@@ -209,6 +209,16 @@ def monitor(model: nn.Module, every: int = 100) -> Monitor:
     Raises:
         TypeError: ``model`` is no module.
         ValueError: ``every`` is less than 1.
+
+    Examples:
+        >>> model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256)).bfloat16()
+        >>> _ = blocktensor.convert(model, skip_small=False)
+        >>> health = blocktensor.monitor(model, every=100)
+        >>> for _ in range(2):
+        ...     with health:
+        ...         model(torch.randn(64, 256, dtype=torch.bfloat16)).sum().backward()
+        >>> 25 < health.scalars()["fp8/0/x/sqnr"] < 35
+        True
     """
     check_module(model, "monitor")
     given: Any = every

@@ -104,6 +104,14 @@ class BlockwiseFP8Tensor(FP8Base):
 
     A 1x128 tensor ``[..., K]`` holds its bytes flattened to ``[M, K]``; a 128x128 tensor may be a
     stack ``[E, N, K]``.
+
+    Examples:
+        >>> x = torch.tensor([[448.0, 2.0, 0.1]])
+        >>> y = blocktensor.BlockwiseFP8Tensor.from_values(x)
+        >>> y.rowwise_data.dtype, y.rowwise_scale
+        (torch.float8_e4m3fn, tensor([[1.]]))
+        >>> y.dequantize()
+        tensor([[4.4800e+02, 2.0000e+00, 1.0156e-01]])
     """
 
     rowwise_data: Tensor | None

@@ -64,6 +64,13 @@ class BlockwiseFP8Weight(MasterBase):
         master: the high-precision values, ``[N, K]`` or ``[E, N, K]``, a plain tensor. The master
             of ``weight.to(dtype)`` is created when it is first read (``late_copy.py``).
         recipe: the :class:`~blocktensor.Recipe` of its casts.
+
+    Examples:
+        >>> w = nn.Parameter(blocktensor.BlockwiseFP8Weight(torch.randn(256, 512)))
+        >>> y = torch.nn.functional.linear(torch.randn(8, 512), w)  # in FP8
+        >>> y.sum().backward()
+        >>> w.grad.shape, w.grad.dtype
+        (torch.Size([256, 512]), torch.float32)
     """
 
     _ops = WEIGHT_OPS

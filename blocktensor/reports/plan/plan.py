@@ -98,6 +98,12 @@ def plan(
         NotImplementedError: only some parameters of the module train.
         TypeError: arguments of another type.
         ValueError: counts below 1, other choices, an unknown model, a model without linear layers.
+
+    Examples:
+        >>> model = nn.Sequential(*(nn.Linear(4096, 4096, device="meta") for _ in range(4)))
+        >>> report = blocktensor.plan(model, batch=8)
+        >>> report.fits, report.speedup > 1
+        (True, True)
     """
     several: Any = gpus  # Setup checks it
     by_default: Sharding = "fsdp2" if isinstance(several, int) and several > 1 else "none"
