@@ -163,10 +163,15 @@ def _check(x: Tensor, w: Tensor, target: Tensor, loss: CrossEntropy, chunk: int 
 
 def _check_class_weights(weight: Tensor, x: Tensor, w: Tensor) -> None:
     checks.tensor(weight, "weight")
-    if weight.dtype != torch.float32 or weight.shape != w.shape[:1]:
+    if weight.shape != w.shape[:1]:
         raise ValueError(
-            f"weight is {weight.dtype} {list(weight.shape)}: expected the weights of the classes, "
-            f"torch.float32 {list(w.shape[:1])}; the weight of the head is w"
+            f"weight has shape {list(weight.shape)}: expected the weights of the classes, "
+            f"{list(w.shape[:1])}; the weight of the head is w"
+        )
+    if weight.dtype != torch.float32:
+        raise TypeError(
+            f"the weights of the classes have dtype {weight.dtype}: expected torch.float32, as the "
+            f"loss is computed; pass weight.float()"
         )
     checks.same_device(x, weight, "the input", "the weights of the classes")
     if weight.requires_grad:

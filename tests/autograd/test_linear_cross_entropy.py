@@ -238,12 +238,12 @@ ValueError: cannot contract input [300, 199] with weight [520, 200]: K is 199 in
 ValueError: label_smoothing=1.5: expected a number from 0 to 1
 ValueError: label_smoothing=nan: expected a number from 0 to 1
 TypeError: label_smoothing is a str: expected a number from 0 to 1
-ValueError: weight is torch.float32 [519]: expected the weights of the classes, torch.float32
-  [520]; the weight of the head is w
-ValueError: weight is torch.bfloat16 [520]: expected the weights of the classes, torch.float32
-  [520]; the weight of the head is w
-ValueError: weight is torch.bfloat16 [520, 200]: expected the weights of the classes,
-  torch.float32 [520]; the weight of the head is w
+ValueError: weight has shape [519]: expected the weights of the classes, [520]; the weight of
+  the head is w
+TypeError: the weights of the classes have dtype torch.bfloat16: expected torch.float32, as the
+  loss is computed; pass weight.float()
+ValueError: weight has shape [520, 200]: expected the weights of the classes, [520]; the weight
+  of the head is w
 ValueError: the input is on cpu and the weights of the classes on meta: move them to one device
 NotImplementedError: linear_cross_entropy computes no gradient of the weights of the classes:
   pass weight.detach()

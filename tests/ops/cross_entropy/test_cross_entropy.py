@@ -156,21 +156,27 @@ def test_a_class_that_does_not_exist_is_nan() -> None:
 
 
 @pytest.mark.gpu
-def test_the_kernel_is_deterministic_and_recorded() -> None:
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_the_kernel_is_deterministic_and_recorded(weighted: bool, smoothing: float) -> None:
     logits, target = randn(700, 5000, device="cuda"), classes(700, 5000).cuda()
+    options: dict[str, Any] = {"smoothing": smoothing}
+    if weighted:
+        options["weight"] = torch.arange(5000, device="cuda") % 5 / 2
     first = logits.clone()
-    loss = loss_of(first, target)
+    loss = loss_of(first, target, **options)
     player = build_player.player()
     assert player is not None
     plays = player.plays()
     for _ in range(5):
         given = logits.clone()
-        assert torch.equal(loss_of(given, target), loss)
+        assert torch.equal(loss_of(given, target, **options), loss)
         assert torch.equal(given, first)
     assert player.plays() >= plays + 5
     rows = torch.empty(700, 5008, dtype=torch.bfloat16, device="cuda").fill_(7)
     rows[:, :5000] = logits
-    torch.testing.assert_close(loss_of(rows[:, :5000], target), loss, rtol=1e-6, atol=0)
+    made = loss_of(rows[:, :5000], target, **options)
+    torch.testing.assert_close(made, loss, rtol=1e-6, atol=0)
     assert relative_error(rows[:, :5000], first) <= 1e-3
     assert (rows[:, 5000:] == 7).all()
 
