@@ -11,16 +11,12 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .sharding.fsdp.shards import FP8Shard, FrozenShard
-
 if TYPE_CHECKING:
     from .tensor_parallel.prepare_input import PrepareModuleInput
     from .tensor_parallel.styles import ColwiseParallel, RowwiseParallel
 
 __all__ = [
     "ColwiseParallel",
-    "FP8Shard",
-    "FrozenShard",
     "PrepareModuleInput",
     "RowwiseParallel",
 ]

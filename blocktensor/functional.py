@@ -11,7 +11,9 @@ from torch.compiler import is_dynamo_compiling
 
 from .autograd import gated_mlp as _gated_mlp
 from .autograd import linear as _linear
+from .autograd import norm as _norm
 from .autograd.linear_cross_entropy import CrossEntropy
+from .autograd.norm import Rounding
 from .autograd.quantize import quantize
 from .ops import checks
 from .ops.producers.ops import ActivationName
@@ -26,6 +28,7 @@ __all__ = [
     "linear",
     "linear_cross_entropy",
     "quantize",
+    "rms_norm",
 ]
 
 
@@ -55,6 +58,14 @@ def linear(
 
     Raises:
         TypeError, ValueError: dtypes, shapes, devices or recipes that do not fit together.
+
+    Examples:
+        >>> x = torch.randn(8, 256, dtype=torch.bfloat16, requires_grad=True)
+        >>> w = torch.randn(512, 256, dtype=torch.bfloat16, requires_grad=True)
+        >>> y = blocktensor.functional.linear(x, w)
+        >>> y.sum().backward()
+        >>> y.shape, w.grad.shape
+        (torch.Size([8, 512]), torch.Size([512, 256]))
     """
     _check(recipe, {"x": x, "w": w}, {"bias": bias})
     if _stays_whole(w, recipe):
@@ -93,7 +104,7 @@ def gated_mlp(
         bias_gate, bias_up, bias_down: ``[I]``, ``[I]`` and ``[N]``, or None; without ``w_up``,
             ``[2I]``, None and ``[N]``. Where a bias of gate or up is trained, the gradients of gate
             and up are stored in high precision.
-        activation: "silu" or "gelu_tanh".
+        activation: "silu", "gelu" (by erf), "gelu_tanh" (by tanh), or "relu2" (the square of relu).
         recompute: save no form of h, for any activation, and compute one gradient after the other
             in backward: this takes the least memory, and two more reads.
         recipe: numeric choices; default: the recipe of the weights, or ``Recipe()`` if they are
@@ -105,6 +116,13 @@ def gated_mlp(
     Raises:
         TypeError, ValueError: an unknown activation; dtypes, shapes, devices or recipes that do not
             fit together.
+
+    Examples:
+        >>> x = torch.randn(8, 256, dtype=torch.bfloat16)
+        >>> gate, up = torch.randn(2, 512, 256, dtype=torch.bfloat16)
+        >>> down = torch.randn(256, 512, dtype=torch.bfloat16)
+        >>> blocktensor.functional.gated_mlp(x, gate, up, down, activation="gelu").shape
+        torch.Size([8, 256])
     """
     _check(recipe, {"x": x}, {"bias_gate": bias_gate, "bias_up": bias_up, "bias_down": bias_down})
     weights, biases = (w_gate, w_up, w_down), (bias_gate, bias_up, bias_down)
@@ -142,6 +160,15 @@ def gated_experts(
     Raises:
         TypeError, ValueError: an unknown activation; dtypes, shapes, devices or recipes that do not
             fit together.
+
+    Examples:
+        >>> x = torch.randn(8, 256, dtype=torch.bfloat16)  # sorted by expert
+        >>> gate, up = torch.randn(2, 3, 512, 256, dtype=torch.bfloat16)
+        >>> down = torch.randn(3, 256, 512, dtype=torch.bfloat16)
+        >>> tokens_per_expert = torch.tensor([5, 0, 3])
+        >>> offs = tokens_per_expert.cumsum(0, dtype=torch.int32)
+        >>> blocktensor.functional.gated_experts(x, gate, up, down, offs).shape
+        torch.Size([8, 256])
     """
     _check(recipe, {"x": x, "offs": offs})
     weights, biases = (w_gate, w_up, w_down), (None, None, None)
@@ -178,31 +205,79 @@ def linear_cross_entropy(
             plain one, which is cast.
         target: int64 ``[...]``, the indices of classes.
         bias: ``[N]`` or None.
-        reduction, ignore_index: as in ``F.cross_entropy``; the reductions are "mean" and "sum".
+        reduction, ignore_index: as in ``F.cross_entropy``; the reductions are "mean" and "sum". The
+            mean is divided by the number of targets that are not ignored or, with ``weight``, by
+            the sum of their weights.
         chunk_size: tokens of a chunk, a multiple of 128; by default as many as fit in 4 GiB of
             temporary memory, at itemsize + 2 bytes a logit on a GPU, itemsize + 12 elsewhere.
         recipe: numeric choices where x and w are plain; default ``Recipe()``.
-        weight, label_smoothing: of ``F.cross_entropy``; not implemented, only the defaults work.
+        weight: fp32 ``[N]``, the weights of the classes, without a gradient; or None.
+        label_smoothing: from 0 to 1, as in ``F.cross_entropy``: the share of the loss that is the
+            mean over all classes.
 
     Returns:
         The loss, an fp32 scalar. For no tokens the sum is 0 and the mean is nan.
 
     Raises:
         TypeError, ValueError: dtypes, shapes, devices, recipes or options that do not fit together.
-        NotImplementedError: fake tensors, torch.func; a ``weight`` or ``label_smoothing``.
+        NotImplementedError: fake tensors, torch.func; a ``weight`` that requires a gradient.
+
+    Examples:
+        >>> x = torch.randn(300, 256, dtype=torch.bfloat16, requires_grad=True)
+        >>> w = torch.zeros(1000, 256, dtype=torch.bfloat16, requires_grad=True)
+        >>> target = torch.arange(300)
+        >>> loss = blocktensor.functional.linear_cross_entropy(x, w, target, label_smoothing=0.1)
+        >>> loss.backward()
+        >>> round(loss.item(), 4)  # log(1000)
+        6.9078
     """
     _check(recipe, {"x": x, "w": w, "target": target}, {"bias": bias})
-    if weight is not None or label_smoothing != 0:
-        given = "weight=weight" if weight is not None else f"label_smoothing={label_smoothing!r}"
-        raise NotImplementedError(
-            f"linear_cross_entropy does not implement {given}: compute "
-            f"F.cross_entropy(functional.linear(x, w).float(), target, {given}), which has the "
-            f"logits of all tokens"
-        )
-    loss = CrossEntropy(reduction, ignore_index)
+    loss = CrossEntropy(reduction, ignore_index, weight, label_smoothing)
     if not _stays_whole(w, recipe) and not is_dynamo_compiling():
         _whole_functions.announce_if_loaded()
     return _whole_functions.linear_cross_entropy(x, w, target, bias, loss, chunk_size, recipe)
+
+
+def rms_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    kind: Rounding = "torch",
+) -> Tensor:
+    """Return ``x / sqrt(mean(x²) + eps) * weight`` over the last dimension, in the dtype of x.
+
+    "torch" is ``torch.nn.functional.rms_norm(x, x.shape[-1:], weight, eps)``, and runs torch's
+    kernel. torch has none for "llama" and "gemma", the norms of transformers. Written out, their
+    forward runs eight kernels and saves x in fp32 and the normalized x. Here it runs five, with the
+    same bits, and saves x and a number for each row. Compilers get the ops as written out, and fuse
+    them.
+
+    Several linear layers that read the result can share one cast of it:
+    ``y = quantize(rms_norm(x, weight))`` is cast once for all of them, and saved for their
+    backwards in FP8. In a module, :func:`blocktensor.share_inputs` does the same.
+
+    Args:
+        x: ``[..., K]`` bf16, fp16 or fp32.
+        weight: ``[K]``, of x's dtype ("torch" takes any), or None for ones ("gemma": zeros).
+        eps: added to the mean of the squares; default ``torch.finfo(torch.float32).eps``, as
+            torch's.
+        kind: where values are rounded. All compute ``r = x / sqrt(mean(x²) + eps)`` in fp32.
+            "torch": ``r * weight`` in fp32, then rounded; "llama": r is rounded, then multiplied by
+            the weight (Llama, Mistral, Qwen, DeepSeek); "gemma": ``r * (1 + weight)`` in fp32, then
+            rounded.
+
+    Raises:
+        TypeError, ValueError: an unknown kind; dtypes, shapes or devices that do not fit together.
+        NotImplementedError: second derivatives of "llama" and "gemma".
+
+    Examples:
+        >>> x, weight = torch.tensor([[3.0, 4.0, 0.0, 0.0]]), torch.full((4,), 2.0)
+        >>> blocktensor.functional.rms_norm(x, weight)
+        tensor([[2.4000, 3.2000, 0.0000, 0.0000]])
+    """
+    _check(None, {"x": x}, {"weight": weight})
+    return _norm.rms_norm(x, weight, eps, kind)
 
 
 def _check(
@@ -283,6 +358,13 @@ def grouped_linear(
 
     Raises:
         TypeError, ValueError: dtypes, shapes, devices or recipes that do not fit together.
+
+    Examples:
+        >>> x = torch.randn(8, 256, dtype=torch.bfloat16)  # sorted by expert
+        >>> w = torch.randn(3, 512, 256, dtype=torch.bfloat16)
+        >>> offs = torch.tensor([5, 0, 3]).cumsum(0, dtype=torch.int32)
+        >>> blocktensor.functional.grouped_linear(x, w, offs).shape
+        torch.Size([8, 512])
     """
     _check(recipe, {"x": x, "w": w, "offs": offs}, {"bias": bias})
     if _stays_whole(w, recipe):

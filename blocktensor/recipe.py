@@ -41,6 +41,13 @@ class Recipe:
 
     Raises:
         ValueError: for a value outside the choices above.
+
+    Examples:
+        >>> recipe = blocktensor.Recipe(scale="power_of_two")
+        >>> model = nn.Sequential(nn.Linear(256, 512), nn.ReLU())
+        >>> report = blocktensor.convert(model, recipe, skip_small=False)
+        >>> model[0].weight.recipe.scale
+        'power_of_two'
     """
 
     scale: ScaleRounding = "fp32"

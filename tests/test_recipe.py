@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+import blocktensor
 from blocktensor import Recipe
 from tests.support.models import complaint
 
@@ -75,3 +80,30 @@ def test_its_formats(scale: Any) -> None:
         found = Recipe(scale=scale, wgrad_input=choice)  # type: ignore[arg-type]
         assert found.wgrad_input_format is format
         assert found.activation_format is activations
+
+
+X, W = torch.ones(4, 128), torch.ones(128, 128)
+TAKE_A_RECIPE: dict[str, Callable[..., Any]] = {
+    "explain": partial(blocktensor.explain, [(4, 128, 128)], device="cpu"),
+    "plan": partial(blocktensor.plan, nn.ModuleList([nn.Linear(256, 256)]), skip_small=False),
+    "quantize": partial(blocktensor.quantize, X),
+    "functional.linear": partial(blocktensor.functional.linear, X, W),
+    "BlockwiseFP8Weight": lambda recipe: blocktensor.BlockwiseFP8Weight(W, recipe).recipe,
+    "from_values": partial(blocktensor.BlockwiseFP8Tensor.from_values, X),
+    "from_data": partial(
+        blocktensor.BlockwiseFP8Tensor.from_data,
+        X.to(torch.float8_e4m3fn),
+        torch.ones(4, 1),
+        block_shape=(1, 128),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TAKE_A_RECIPE)
+def test_none_is_the_default_recipe_everywhere(name: str) -> None:
+    run = TAKE_A_RECIPE[name]
+    made = [run(recipe=recipe) for recipe in (None, Recipe())]
+    values = [x.dequantize().tolist() if hasattr(x, "dequantize") else str(x) for x in made]
+    assert values[0] == values[1]
+    with pytest.raises(TypeError, match=r"recipe='fast' is a str: expected a blocktensor\.Recipe"):
+        run(recipe="fast")

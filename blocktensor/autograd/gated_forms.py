@@ -107,8 +107,9 @@ def plan_gated(
     needs_dw = any(plan.needs[1] for plan in firsts)
     dh_formats = (gate.format if gate.needs[0] else None, gate.format if needs_dw else None)
     records = all(plan.records_backward for plan in (*firsts, down))
-    # SiLU takes less time to compute again from gate and up than GELU
-    makes_h = recompute or (offs is None and up is not None and activation == "silu")
+    # these take less time to compute again from gate and up than GELU
+    is_cheap = activation in ("silu", "relu2")
+    makes_h = recompute or (offs is None and up is not None and is_cheap)
     return GatedPlan(
         gate,
         up,

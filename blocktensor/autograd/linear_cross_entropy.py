@@ -43,10 +43,19 @@ class CrossEntropy(NamedTuple):
 
     reduction: str
     ignore_index: int
+    weight: Tensor | None
+    label_smoothing: float
 
     def total(self, target: Tensor) -> Tensor | None:
         """Return what the sum of losses is divided by; None for ``reduction="sum"``."""
-        return None if self.reduction == "sum" else (target != self.ignore_index).sum()
+        if self.reduction == "sum":
+            return None
+        counts = target != self.ignore_index
+        if self.weight is None:
+            return counts.sum()
+        # a target that is no class raises or becomes nan later
+        of_tokens = self.weight[target.clamp(0, len(self.weight) - 1)]
+        return of_tokens.where(counts, 0.0).sum()
 
     def unit(self, total: Tensor | None, like: Tensor) -> Tensor:
         """Return the power of two that scales gradients of logits to the range of fp16.
@@ -56,22 +65,33 @@ class CrossEntropy(NamedTuple):
             like: a tensor on the device of the logits.
         """
         divisor = torch.ones((), device=like.device) if total is None else total
+        if self.weight is not None:
+            divisor = divisor / self.weight.abs().max()
         exponent = 14 + divisor.log2().floor()
         return exponent.nan_to_num(0, 0, 0).clamp(-100, 100).exp2()
 
     def loss_and_gradient_(self, logits: Tensor, target: Tensor, total: Tensor | None) -> Tensor:
         """Return the share of a chunk in the loss, and write its gradient over the logits."""
-        return ops.loss_and_gradient_(logits, target, total, self.ignore_index)
+        return ops.loss_and_gradient_(logits, target, total, *self._options)
 
     def of(self, logits: Tensor, target: Tensor, total: Tensor | None) -> Tensor:
         """Return the share of a chunk in the loss of all tokens."""
-        return reference.loss(logits, target, total, self.ignore_index)
+        return reference.loss(logits, target, total, *self._options)
 
     def of_all(self, logits: Tensor, target: Tensor) -> Tensor:
         """Return the loss of all logits, as torch computes it."""
         return F.cross_entropy(
-            logits, target, reduction=self.reduction, ignore_index=self.ignore_index
+            logits,
+            target,
+            self.weight,
+            ignore_index=self.ignore_index,
+            reduction=self.reduction,
+            label_smoothing=self.label_smoothing,
         )
+
+    @property
+    def _options(self) -> tuple[int, Tensor | None, float]:
+        return self.ignore_index, self.weight, self.label_smoothing
 
 
 def linear_cross_entropy(
@@ -85,6 +105,8 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Run :func:`blocktensor.functional.linear_cross_entropy`."""
     _check(x, w, target, loss, chunk)
+    weight = None if loss.weight is None else loss.weight.contiguous()
+    loss = loss._replace(weight=weight, label_smoothing=float(loss.label_smoothing))
     with torch._C.DisableTorchFunctionSubclass():
         plan = plan_matmul(x, w, bias, recipe)
         if plan.tracing:
@@ -130,6 +152,33 @@ def _check(x: Tensor, w: Tensor, target: Tensor, loss: CrossEntropy, chunk: int 
     if not isinstance(loss.ignore_index, int):
         kind = type(loss.ignore_index).__name__
         raise TypeError(f"ignore_index is a {kind}: expected the index of a class, an int")
+    if not isinstance(loss.label_smoothing, (int, float)):
+        kind = type(loss.label_smoothing).__name__
+        raise TypeError(f"label_smoothing is a {kind}: expected a number from 0 to 1")
+    if not 0 <= loss.label_smoothing <= 1:  # nan, too
+        raise ValueError(f"label_smoothing={loss.label_smoothing!r}: expected a number from 0 to 1")
+    if loss.weight is not None:
+        _check_class_weights(loss.weight, x, w)
+
+
+def _check_class_weights(weight: Tensor, x: Tensor, w: Tensor) -> None:
+    checks.tensor(weight, "weight")
+    if weight.shape != w.shape[:1]:
+        raise ValueError(
+            f"weight has shape {list(weight.shape)}: expected the weights of the classes, "
+            f"{list(w.shape[:1])}; the weight of the head is w"
+        )
+    if weight.dtype != torch.float32:
+        raise TypeError(
+            f"the weights of the classes have dtype {weight.dtype}: expected torch.float32, as the "
+            f"loss is computed; pass weight.float()"
+        )
+    checks.same_device(x, weight, "the input", "the weights of the classes")
+    if weight.requires_grad:
+        raise NotImplementedError(
+            "linear_cross_entropy computes no gradient of the weights of the classes: pass "
+            "weight.detach()"
+        )
 
 
 class _LinearCrossEntropy(FP8Function):

@@ -1,12 +1,7 @@
-"""The differentiable cast of an activation, and the RMS norms whose results are cast.
-
-torch's own ops compute the reciprocal of the root mean square, since their order of sums decides
-the bits. The backward runs the ops of autograd for the eager ops, in their order.
-"""
+"""The differentiable cast of an activation."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,13 +10,9 @@ from torch.autograd.function import FunctionCtx
 
 from ..ops import checks
 from ..ops.cast.ops import quantize_forms
-from ..ops.norm.ops import gradients as norm_gradients
-from ..ops.norm.ops import normalize, rstd_of
-from ..ops.norm.reference import NormKind
 from ..ops.runtime.specialize import must_dispatch
 from ..recipe import DEFAULT_RECIPE, Recipe, check_recipe
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
-from .backward import FP8Function, Gradients, given_out, run_backward
 
 
 def quantize(x: Tensor, recipe: Recipe | None = None) -> BlockwiseFP8Tensor:
@@ -37,6 +28,13 @@ def quantize(x: Tensor, recipe: Recipe | None = None) -> BlockwiseFP8Tensor:
 
     Raises:
         TypeError, ValueError: another type or dtype, or a scalar.
+
+    Examples:
+        >>> x = torch.randn(8, 256, dtype=torch.bfloat16)
+        >>> wq, wk = torch.randn(2, 128, 256, dtype=torch.bfloat16)
+        >>> y = blocktensor.quantize(x)  # cast once for both
+        >>> blocktensor.functional.linear(y, wq).shape, blocktensor.functional.linear(y, wk).shape
+        (torch.Size([8, 128]), torch.Size([8, 128]))
     """
     check_recipe(recipe)
     if isinstance(x, BlockwiseFP8Tensor):
@@ -70,42 +68,3 @@ class _Quantize(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         return grads[0], None
-
-
-def normed(x: Tensor, weight: Tensor, eps: float, kind: NormKind) -> Tensor:
-    """Return an RMS norm in the dtype of x; one kernel computes the values after the sums.
-
-    Args:
-        x: ``[..., K]``.
-        weight: ``[K]``, dtype of x.
-        eps: added to the mean of squares.
-        kind: "llama": ``weight * (x / rms).to(x.dtype)``, as Llama, Mistral, Qwen and DeepSeek
-            write it; "gemma": ``(x / rms * (1 + weight))`` in fp32, then rounded.
-    """
-    made: Tensor = _RMSNorm.apply(x, weight, eps, kind)
-    return given_out(made, made.shape)
-
-
-class _RMSNorm(FP8Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, kind: NormKind) -> Tensor:
-        rstd = rstd_of(x, eps)
-        ctx.save_for_backward(x, rstd, weight)
-        ctx.kind = kind
-        ctx.set_materialize_grads(False)
-        return normalize(x, rstd, weight, kind)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Gradients:
-        return run_backward(ctx, grads, _norm_gradients, (True, True))
-
-
-def _norm_gradients(
-    ctx: Any, saved: Sequence[Tensor], grads: list[Any], asked: list[bool]
-) -> Gradients:
-    """Return a gradient for each argument of :meth:`_RMSNorm.forward`."""
-    x, rstd, weight = saved
-    grad = grads.pop()
-    if grad is None:
-        return (None,) * 4
-    return *norm_gradients(grad, x, rstd, weight, ctx.kind, *asked), None, None

@@ -113,6 +113,15 @@ def iter_fp8(
     Raises:
         TypeError, ValueError: as :func:`save_fp8`, before the first tensor; for an FP8 weight that
             holds NaN or Inf, before the first tensor if it is sharded, or when its turn comes.
+
+    Examples:
+        >>> model = nn.Sequential(nn.Linear(256, 512), nn.ReLU()).bfloat16()
+        >>> _ = blocktensor.convert(model, skip_small=False)
+        >>> for name, tensor in blocktensor.iter_fp8(model):
+        ...     print(name, list(tensor.shape), tensor.dtype)
+        0.weight [512, 256] torch.float8_e4m3fn
+        0.weight_scale_inv [4, 2] torch.float32
+        0.bias [512] torch.bfloat16
     """
     found = exported(model, "iter_fp8", separate_experts)
     yields = rank is None or rank == (dist.get_rank() if dist.is_initialized() else 0)

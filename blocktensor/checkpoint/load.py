@@ -139,6 +139,18 @@ def load_fp8(
 
     Warns:
         UserWarning: no weight of the model is in FP8 afterwards.
+
+    Examples:
+        >>> model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256)).bfloat16()
+        >>> _ = blocktensor.convert(model, skip_small=False)
+        >>> _ = blocktensor.save_fp8(model, "checkpoint")
+        >>> fresh = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256)).bfloat16()
+        >>> print(blocktensor.load_fp8(fresh, "checkpoint"))
+        tensor        outcome  as
+        ------------  -------  -----------------
+        *.weight (2)  loaded   FP8, frozen
+        *.bias (2)    loaded   the model's dtype
+        2 loaded in FP8, 2 in the model's dtype; 0 missing, 0 unexpected
     """
     require_safetensors()
     check_module(model, "load_fp8")

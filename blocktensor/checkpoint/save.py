@@ -89,6 +89,13 @@ def save_fp8(
 
     Warns:
         UserWarning: some FP8 weights are stored in high precision.
+
+    Examples:
+        >>> model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256)).bfloat16()
+        >>> _ = blocktensor.convert(model, skip_small=False)
+        >>> folder = blocktensor.save_fp8(model, "checkpoint")
+        >>> sorted(path.name for path in folder.iterdir())
+        ['config.json', 'model-00001-of-00001.safetensors', 'model.safetensors.index.json']
     """
     require_safetensors()
     if max_shard_bytes < 1:

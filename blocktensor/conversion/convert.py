@@ -80,6 +80,12 @@ def to_blockwise_fp8_weights(module: nn.Module, recipe: Recipe | None = None) ->
         ValueError: the weight has no shape yet (nn.LazyLinear); it is frozen, or sharded, in FP8
             with another recipe.
         RuntimeError: the parameter is in use by an autograd graph or held by a wrapper such as DDP.
+
+    Examples:
+        >>> model = nn.Sequential(nn.Linear(256, 512), nn.ReLU()).bfloat16()
+        >>> _ = model.apply(blocktensor.to_blockwise_fp8_weights)
+        >>> type(model[0].weight).__name__
+        'BlockwiseFP8Weight'
     """
     check_module(module, "to_blockwise_fp8_weights")
     check_recipe(recipe)
@@ -158,6 +164,15 @@ def convert(
         UserWarning: no weight of the model is in FP8 afterwards; without a ``filter``, a parameter
             is as large as stacks of experts are, and neither ``stacks`` nor ``skip`` names it; a
             Hopper GPU lacks the fast path.
+
+    Examples:
+        >>> model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256)).bfloat16()
+        >>> report = blocktensor.convert(model, skip_small=False)  # False: it is small
+        >>> round(report.fp8_share, 3)
+        0.997
+        >>> type(model[0].weight).__name__
+        'BlockwiseFP8Weight'
+        >>> model(torch.randn(8, 256, dtype=torch.bfloat16)).sum().backward()  # matmuls in FP8
     """
     check_module(model, "convert")
     check_recipe(recipe)

@@ -52,6 +52,14 @@ def freeze(model: nn.Module, *, rounding: Rounding = "nearest", seed: int = 0) -
 
     Warns:
         UserWarning: the model has no FP8 weight, or FP8 loses most of a change.
+
+    Examples:
+        >>> model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256)).bfloat16()
+        >>> _ = blocktensor.convert(model, skip_small=False)
+        >>> blocktensor.freeze(model)
+        ['0', '2']
+        >>> type(model[0].weight).__name__
+        'BlockwiseFP8Tensor'
     """
     check_module(model, "freeze")
     if rounding not in get_args(Rounding):
@@ -112,6 +120,15 @@ def unfreeze(model: nn.Module) -> list[str]:
 
     Warns:
         UserWarning: the model has no FP8 weight.
+
+    Examples:
+        >>> model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256)).bfloat16()
+        >>> _ = blocktensor.convert(model, skip_small=False)
+        >>> _ = blocktensor.freeze(model)
+        >>> blocktensor.unfreeze(model)
+        ['0', '2']
+        >>> model[0].weight.requires_grad
+        True
     """
     check_module(model, "unfreeze")
 

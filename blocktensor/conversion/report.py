@@ -27,6 +27,13 @@ class MinSizes:
     The defaults for experts come from ``python -m benchmarks experts``: from these sizes on, a
     layer's kernels take less time from 512 tokens an expert on, and its eager steps from 65,536
     tokens in all on. A conversion does not know the number of tokens.
+
+    Examples:
+        >>> model = nn.Sequential(nn.Linear(256, 512), nn.Linear(512, 64), nn.ReLU())
+        >>> sizes = blocktensor.MinSizes(n=128, k=128, size=128 * 128)
+        >>> report = blocktensor.convert(model, skip_small=sizes)
+        >>> report.entries[1].reason
+        'small: N=64 < 128 (skip_small)'
     """
 
     n: int = 1024

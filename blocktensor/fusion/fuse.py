@@ -114,6 +114,18 @@ def fuse(
     Raises:
         TypeError: ``recompute`` is no bool; ``model`` is no module.
         ValueError: no linear layer of the model is in FP8.
+
+    Examples:
+        >>> from transformers import LlamaConfig
+        >>> from transformers.models.llama.modeling_llama import LlamaMLP
+        >>> config = LlamaConfig(hidden_size=256, intermediate_size=512)
+        >>> model = nn.Sequential(LlamaMLP(config)).bfloat16()
+        >>> _ = blocktensor.convert(model, skip_small=False)
+        >>> print(blocktensor.fuse(model))
+        module  class     computes                                    result
+        ------  --------  ------------------------------------------  ------
+        0       LlamaMLP  down_proj(silu(gate_proj(x)) * up_proj(x))  fused
+        1 fused, 0 left alone
     """
     check_module(model, "fuse")
     if not isinstance(recompute, bool):
@@ -146,6 +158,16 @@ def unfuse(model: nn.Module) -> list[str]:
 
     Returns:
         The names of the modules that were fused.
+
+    Examples:
+        >>> from transformers import LlamaConfig
+        >>> from transformers.models.llama.modeling_llama import LlamaMLP
+        >>> config = LlamaConfig(hidden_size=256, intermediate_size=512)
+        >>> model = nn.Sequential(LlamaMLP(config)).bfloat16()
+        >>> _ = blocktensor.convert(model, skip_small=False)
+        >>> _ = blocktensor.fuse(model)
+        >>> blocktensor.unfuse(model)
+        ['0']
     """
     check_module(model, "unfuse")
     found = list(fused_modules(model))

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from ..autograd.norm import normed
 from ..autograd.plan import autocast_dtype
-from ..autograd.quantize import normed
 from ..ops.norm.reference import NormKind
 from ..ops.runtime.specialize import PLAIN
 from ..sharding.dtensor import fp8_part
@@ -58,7 +58,7 @@ class Norm(Pattern):
     """An RMS norm.
 
     Attributes:
-        kind: the argument of :func:`blocktensor.autograd.quantize.normed`.
+        kind: the argument of :func:`blocktensor.autograd.norm.normed`.
         eps_name: the attribute of the norm that holds its epsilon.
         eps: the value of that attribute.
     """

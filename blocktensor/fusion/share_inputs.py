@@ -107,6 +107,17 @@ def share_inputs(model: nn.Module) -> SharingReport:
     Raises:
         TypeError: ``model`` is not a module.
         ValueError: no linear layer of the model is converted.
+
+    Examples:
+        >>> from transformers import LlamaConfig
+        >>> from transformers.models.llama.modeling_llama import LlamaMLP
+        >>> config = LlamaConfig(hidden_size=256, intermediate_size=512)
+        >>> model = nn.Sequential(LlamaMLP(config)).bfloat16()
+        >>> _ = blocktensor.convert(model, skip_small=False)
+        >>> report = blocktensor.share_inputs(model)
+        >>> _ = model(torch.randn(8, 256, dtype=torch.bfloat16))
+        >>> report.saved  # of the casts of gate_proj and up_proj
+        1
     """
     check_module(model, "share_inputs")
     owned = _owned(model)
@@ -132,6 +143,16 @@ def unshare_inputs(model: nn.Module) -> list[str]:
 
     Returns:
         The names of the modules whose linear layers shared inputs.
+
+    Examples:
+        >>> from transformers import LlamaConfig
+        >>> from transformers.models.llama.modeling_llama import LlamaMLP
+        >>> config = LlamaConfig(hidden_size=256, intermediate_size=512)
+        >>> model = nn.Sequential(LlamaMLP(config)).bfloat16()
+        >>> _ = blocktensor.convert(model, skip_small=False)
+        >>> _ = blocktensor.share_inputs(model)
+        >>> blocktensor.unshare_inputs(model)
+        ['0']
     """
     check_module(model, "unshare_inputs")
     return stop_sharing(model, of_fuse=False)

@@ -328,7 +328,12 @@ def quantize_shard(
 
 
 def loss_and_gradient_(
-    logits: Tensor, target: Tensor, total: Tensor | None, ignore_index: int
+    logits: Tensor,
+    target: Tensor,
+    total: Tensor | None,
+    ignore_index: int,
+    weight: Tensor | None = None,
+    label_smoothing: float = 0.0,
 ) -> Tensor:
     """Return the sum of the cross-entropies of rows of logits, over ``total``.
 
@@ -337,7 +342,8 @@ def loss_and_gradient_(
             gradient of the result, rounded to their dtype. Ignored rows become zeros.
         target: int64 ``[T]``, the indices of classes.
         total: a scalar; None for 1.
-        ignore_index: as in ``F.cross_entropy``.
+        ignore_index, label_smoothing: as in ``F.cross_entropy``.
+        weight: fp32 ``[V]``, the weights of the classes; None for ones.
 
     Returns:
         An fp32 scalar.
@@ -346,13 +352,27 @@ def loss_and_gradient_(
     # saved-tensor hooks that offload would move all logits
     keep = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
     with torch.enable_grad(), keep:
-        made = loss(leaf, target, total, ignore_index)
+        made = loss(leaf, target, total, ignore_index, weight, label_smoothing)
         (gradient,) = torch.autograd.grad(made, leaf)
     logits.copy_(gradient.masked_fill_((target == ignore_index)[:, None], 0))
     return made.detach()
 
 
-def loss(logits: Tensor, target: Tensor, total: Tensor | None, ignore_index: int) -> Tensor:
+def loss(
+    logits: Tensor,
+    target: Tensor,
+    total: Tensor | None,
+    ignore_index: int,
+    weight: Tensor | None = None,
+    label_smoothing: float = 0.0,
+) -> Tensor:
     """Return the result of :func:`loss_and_gradient_` alone."""
-    made = F.cross_entropy(logits.float(), target, reduction="sum", ignore_index=ignore_index)
+    made = F.cross_entropy(
+        logits.float(),
+        target,
+        weight,
+        ignore_index=ignore_index,
+        reduction="sum",
+        label_smoothing=label_smoothing,
+    )
     return made if total is None else made / total

@@ -64,6 +64,14 @@ def audit(model: nn.Module, /, *args: Any, **kwargs: Any) -> AuditReport:
 
     Returns:
         The report; ``print(report)`` shows it as a table.
+
+    Examples:
+        >>> model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256)).bfloat16()
+        >>> _ = blocktensor.convert(model, skip_small=False)
+        >>> report = blocktensor.audit(model, torch.randn(8, 256, dtype=torch.bfloat16))
+        >>> report.assert_fp8()
+        >>> report.fp8_share
+        1.0
     """
     check_module(model, "audit")
     args, kwargs = tree_map_only(Tensor, _detached, (args, kwargs))
@@ -83,6 +91,13 @@ def audit_step(model: nn.Module, step: Callable[[], object]) -> AuditReport:
         model: the module whose matmuls are reported, and that is left as before.
         step: a function that is called once. It may run any forward and backward, but no optimizer:
             writes to parameters are not undone.
+
+    Examples:
+        >>> model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256)).bfloat16()
+        >>> _ = blocktensor.convert(model, skip_small=False)
+        >>> x = torch.randn(8, 256, dtype=torch.bfloat16)
+        >>> blocktensor.audit_step(model, lambda: model(x).sum().backward()).fp8_share
+        1.0
     """
     check_module(model, "audit_step")
     tracker, weights = ModuleTracker(model), WeightMemory(model)

@@ -24,7 +24,7 @@ from ..ops.formats import BlockFormat
 from ..ops.gemm.choose_backend import GemmProblem, choose_gemm, predict_gemm
 from ..ops.grouped_gemm.choose_backend import GROUPED_BACKENDS, GroupedProblem, choose_grouped
 from ..ops.scale_layouts import columnwise_width
-from ..recipe import DEFAULT_RECIPE, Recipe
+from ..recipe import DEFAULT_RECIPE, Recipe, check_recipe
 from ..sharding.dtensor import fp8_part, is_parallel
 from ..text_table import Report, Table, collapse
 from .predict import LayerTime, bf16_matmul_us, casts_us, speedups
@@ -113,7 +113,7 @@ def explain(
     *,
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str | None = None,
-    recipe: Recipe = DEFAULT_RECIPE,
+    recipe: Recipe | None = None,
 ) -> Explanation:
     """Return the backend of every FP8 matmul, forward and backward, and why it was chosen.
 
@@ -129,12 +129,17 @@ def explain(
             for shapes, this one.
         device: for shapes; default CUDA if available, else CPU. ``"H100"`` or ``"H200"``, also for
             a model: explain as on this card.
-        recipe: for shapes; a model's weights have theirs.
+        recipe: for shapes, default ``Recipe()``; a model's weights have theirs.
 
     Raises:
-        TypeError: ``tokens`` is no integer.
+        TypeError: ``tokens`` is no integer, ``recipe`` no recipe.
         ValueError: negative ``tokens``, a shape that is not three sizes, an unknown device, or a
             ``BLOCKTENSOR_GEMM`` that cannot run them.
+
+    Examples:
+        >>> report = blocktensor.explain([(8192, 4096, 4096)], device="H200")
+        >>> [f"{each.kind}: {each.backend}" for each in report.products]
+        ['fprop: gluon', 'dgrad: gluon', 'wgrad: gluon']
     """
     given: Any = model_or_shapes
     if not isinstance(given, (nn.Module, Sequence)) or isinstance(given, str):
@@ -145,9 +150,10 @@ def explain(
         raise TypeError(f"tokens={tokens!r} is a {type(tokens).__name__}: expected an integer")
     if tokens < 0:
         raise ValueError(f"tokens={tokens}: expected the rows of an input, 0 or more")
+    check_recipe(recipe)
     products: list[Product] = []
     times: list[LayerTime] = []
-    asked = _device(device)
+    asked, of_shapes = _device(device), recipe or DEFAULT_RECIPE
     if isinstance(model_or_shapes, nn.Module):
         devices: set[torch.device | Card] = set()
         for name, module in model_or_shapes.named_modules():
@@ -183,9 +189,9 @@ def explain(
                 f"shape {shape!r}: expected (M tokens, N out, K in), integers from 0 on"
             )
         label, kinds = "x".join(str(s) for s in shape), ("fprop", "dgrad", "wgrad")
-        found = _products(label, shape, kinds, recipe, (dtype, dtype), asked)
+        found = _products(label, shape, kinds, of_shapes, (dtype, dtype), asked)
         products += found
-        times += _times_of(found, shape, recipe, (dtype, dtype), asked)
+        times += _times_of(found, shape, of_shapes, (dtype, dtype), asked)
     return Explanation(tuple(products), _fast_path({asked}), tuple(times))
 
 

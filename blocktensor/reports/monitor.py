@@ -118,7 +118,20 @@ class Monitor(Report):
     def _latest(self) -> dict[str, dict[str, Health]]:
         return _by_layer(*self._measured[max(self._measured)]) if self._measured else {}
 
-    def to_dict(self) -> dict[str, float]:
+    def to_dict(self) -> dict[str, Any]:
+        """Return ``every``, ``step``, and :meth:`health` with figures by name, for JSON."""
+        return {
+            **super().to_dict(),
+            "health": {
+                str(step): {
+                    layer: {operand: health._asdict() for operand, health in operands.items()}
+                    for layer, operands in layers.items()
+                }
+                for step, layers in self.health().items()
+            },
+        }
+
+    def scalars(self) -> dict[str, float]:
         """Return the latest figures by names such as ``"fp8/layers.0.up/x/sqnr"``.
 
         ``wandb.log`` takes them, and ``SummaryWriter.add_scalar`` each of them. Empty before the
@@ -186,7 +199,7 @@ def monitor(model: nn.Module, every: int = 100) -> Monitor:
                 model(**batch).loss.backward()
             optimizer.step()
             if health.step % 100 == 1:
-                wandb.log(health.to_dict())
+                wandb.log(health.scalars())
 
     For each FP8 layer it measures the input ``x``, the weight ``w`` and the gradient of the output
     ``g``, of at most 256 rows each. The inputs of all matmuls of a module of experts are
@@ -196,6 +209,16 @@ def monitor(model: nn.Module, every: int = 100) -> Monitor:
     Raises:
         TypeError: ``model`` is no module.
         ValueError: ``every`` is less than 1.
+
+    Examples:
+        >>> model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256)).bfloat16()
+        >>> _ = blocktensor.convert(model, skip_small=False)
+        >>> health = blocktensor.monitor(model, every=100)
+        >>> for _ in range(2):
+        ...     with health:
+        ...         model(torch.randn(64, 256, dtype=torch.bfloat16)).sum().backward()
+        >>> 25 < health.scalars()["fp8/0/x/sqnr"] < 35
+        True
     """
     check_module(model, "monitor")
     given: Any = every

@@ -21,7 +21,7 @@ from ..ops.cast import ops as cast
 from ..ops.formats import BLOCKS_1X128, BlockFormat, Quantized, with_block_shape
 from ..ops.runtime.specialize import PLAIN
 from ..ops.scale_layouts import laid_out
-from ..recipe import DEFAULT_RECIPE, Recipe
+from ..recipe import DEFAULT_RECIPE, Recipe, check_recipe
 from .base import FP8Base, StraightThrough, kind_of, wrapper
 from .operand import Operand, form_of, operand_of
 from .refusals import refuse_one_tensor, refuse_rebuilding
@@ -105,6 +105,14 @@ class BlockwiseFP8Tensor(FP8Base):
 
     A 1x128 tensor ``[..., K]`` holds its bytes flattened to ``[M, K]``; a 128x128 tensor may be a
     stack ``[E, N, K]``.
+
+    Examples:
+        >>> x = torch.tensor([[448.0, 2.0, 0.1]])
+        >>> y = blocktensor.BlockwiseFP8Tensor.from_values(x)
+        >>> y.rowwise_data.dtype, y.rowwise_scale
+        (torch.float8_e4m3fn, tensor([[1.]]))
+        >>> y.dequantize()
+        tensor([[4.4800e+02, 2.0000e+00, 1.0156e-01]])
     """
 
     rowwise_data: Tensor | None
@@ -186,7 +194,7 @@ class BlockwiseFP8Tensor(FP8Base):
         *,
         block_shape: tuple[int, int],
         dtype: torch.dtype = torch.bfloat16,
-        recipe: Recipe = DEFAULT_RECIPE,
+        recipe: Recipe | None = None,
     ) -> BlockwiseFP8Tensor:
         """Return a tensor with existing FP8 bytes and scales (value = data * scale).
 
@@ -195,10 +203,13 @@ class BlockwiseFP8Tensor(FP8Base):
             rowwise_scale: fp32 ``[M, K/128]`` or ``[..., N/128, K/128]`` (rounded up).
             block_shape: ``(1, 128)`` or ``(128, 128)``.
             dtype: the high-precision dtype that autograd sees.
+            recipe: numeric choices, of which ``scale`` must be the scales'; default ``Recipe()``.
 
         Raises:
             TypeError, ValueError: wrong dtypes, ranks, devices, or a scale of another shape.
         """
+        check_recipe(recipe)
+        recipe = recipe or DEFAULT_RECIPE
         form = Quantized(rowwise_data, rowwise_scale, with_block_shape(block_shape, recipe.scale))
         checks.quantized(form)
         checks.gemm_output(dtype)
@@ -210,7 +221,7 @@ class BlockwiseFP8Tensor(FP8Base):
         cls,
         x: Tensor,
         blocks: BlockFormat | tuple[int, int] = BLOCKS_1X128.block_shape,
-        recipe: Recipe = DEFAULT_RECIPE,
+        recipe: Recipe | None = None,
         *,
         rowwise: bool = True,
         columnwise: bool = True,
@@ -223,11 +234,14 @@ class BlockwiseFP8Tensor(FP8Base):
             x: bf16, fp16 or fp32: ``[..., K]`` for 1x128 blocks, ``[N, K]`` or ``[E, N, K]`` for
                 128x128 blocks; any strides.
             blocks: the shape of blocks, whose scales ``recipe`` chooses, or their format.
+            recipe: numeric choices; default ``Recipe()``.
             rowwise, columnwise: which forms of 1x128 blocks to make (128x128: always rowwise).
 
         Raises:
             TypeError, ValueError: another dtype, rank or block shape.
         """
+        check_recipe(recipe)
+        recipe = recipe or DEFAULT_RECIPE
         format = (
             blocks if isinstance(blocks, BlockFormat) else with_block_shape(blocks, recipe.scale)
         )

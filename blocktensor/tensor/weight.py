@@ -17,7 +17,7 @@ from torch import Tensor
 from ..ops import checks
 from ..ops.formats import BlockFormat, Quantized
 from ..ops.runtime.specialize import PLAIN
-from ..recipe import DEFAULT_RECIPE, Recipe
+from ..recipe import DEFAULT_RECIPE, Recipe, check_recipe
 from .base import FP8Base, MasterBase, StraightThrough, on_master
 from .fp8_tensor import BlockwiseFP8Tensor
 from .late_copy import LateCopy
@@ -65,6 +65,13 @@ class BlockwiseFP8Weight(MasterBase):
         master: the high-precision values, ``[N, K]`` or ``[E, N, K]``, a plain tensor. The master
             of ``weight.to(dtype)`` is created when it is first read (``late_copy.py``).
         recipe: the :class:`~blocktensor.Recipe` of its casts.
+
+    Examples:
+        >>> w = nn.Parameter(blocktensor.BlockwiseFP8Weight(torch.randn(256, 512)))
+        >>> y = torch.nn.functional.linear(torch.randn(8, 512), w)  # in FP8
+        >>> y.sum().backward()
+        >>> w.grad.shape, w.grad.dtype
+        (torch.Size([256, 512]), torch.float32)
     """
 
     _ops = WEIGHT_OPS
@@ -80,7 +87,7 @@ class BlockwiseFP8Weight(MasterBase):
     def __new__(
         cls,
         master: Tensor,
-        recipe: Recipe = DEFAULT_RECIPE,
+        recipe: Recipe | None = None,
         *,
         cache: FP8Cache | None = None,
         transposed: bool = False,
@@ -90,7 +97,7 @@ class BlockwiseFP8Weight(MasterBase):
 
         Args:
             master: bf16, fp16 or fp32, ``[N, K]`` or ``[E, N, K]``; any strides.
-            recipe: how it is cast.
+            recipe: how it is cast; default ``Recipe()``.
             cache, transposed: for views of a weight: the weight's cache, and whether this view
                 is its transpose.
             requires_grad: passed only by frameworks that rebuild a parameter from an FP8 weight.
@@ -109,11 +116,12 @@ class BlockwiseFP8Weight(MasterBase):
         if isinstance(master, FP8Base):
             raise TypeError(f"the master of a {cls.__name__} must be plain, got {master!r}")
         if cache is None:
+            check_recipe(recipe)
             checks.high_precision(master, "the weight")
             checks.rank(master, (2, 3), "the weight", "FP8 weights are [N, K] or [E, N, K]")
         self = cls._wrapper_of(master, master.dtype)
         self.master = master
-        self.cache = FP8Cache(master, recipe) if cache is None else cache
+        self.cache = FP8Cache(master, recipe or DEFAULT_RECIPE) if cache is None else cache
         self.transposed = transposed
         return self
 

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, Recipe, functional, quantize
 from blocktensor.autograd import pipelining
 from blocktensor.autograd.backward import FP8Function
-from blocktensor.autograd.quantize import normed
+from blocktensor.autograd.norm import normed
 from tests.support.asserts import refused
 from tests.support.groups import ends
 from tests.support.linear_ways import (

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from blocktensor import BlockwiseFP8Weight, Recipe, functional
-from blocktensor.autograd.quantize import normed
+from blocktensor.autograd.norm import normed
 from tests.support.gated import assert_bits, results
 from tests.support.groups import ends
 from tests.support.models import plain, randn

@@ -235,7 +235,7 @@ def test_bad_input() -> None:
     assert_expected_inline(
         refused(*calls),
         """\
-ValueError: activation 'tanh': expected one of silu, gelu_tanh
+ValueError: activation 'tanh': expected one of silu, gelu, gelu_tanh, relu2
 ValueError: gate has 320 features and up 64: expected the same number
 ValueError: mixed recipes: weights of one gated MLP have wgrad_input='128x128' and '1x128': give
   them one recipe, or call functional.linear for each

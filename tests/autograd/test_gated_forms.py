@@ -59,8 +59,8 @@ def test_what_runs(name: str) -> None:
     assert_trace(run, inputs(70), *kind.weights(), forward=forward, backward=backward)
 
 
-def test_h_of_gelu_is_saved() -> None:
-    activation = "gelu_tanh"
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh"])
+def test_h_of_gelu_is_saved(activation: Any) -> None:
     with Trace() as trace:
         fused(inputs(70), *weights(), activation=activation).backward(randn(70, N))
     assert trace.ops.count(f"blocktensor.gated {activation} 1x128 128x128") == 1
@@ -94,7 +94,7 @@ def test_large_gradients_are_made_one_after_the_other(
     assert trace.ops.count(f"blocktensor.gated_backward {activation} 1x128 1x128") == 1
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "relu2"])
 @whether_recomputed
 def test_what_is_saved(recompute: bool, activation: Any) -> None:
     x, operands = inputs(70), weights()
@@ -102,7 +102,7 @@ def test_what_is_saved(recompute: bool, activation: Any) -> None:
     plain_ones = [t for t in saved if type(t) is Tensor]
     assert [t.numel() for t in plain_ones if t.dtype == BF16] == [70 * HIDDEN] * 2
     rows = 80  # of a multiple of 16
-    makes_h = recompute or activation == "silu"
+    makes_h = recompute or activation != "gelu_tanh"
     wanted = [K * rows] if makes_h else [K * rows, HIDDEN * rows]
     assert sorted(t.untyped_storage().nbytes() for t in plain_ones if t.dtype == E4M3) == wanted
     assert sum(isinstance(t, BlockwiseFP8Weight) for t in saved) == 3

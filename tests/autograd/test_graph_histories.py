@@ -21,7 +21,7 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from torch.utils.checkpoint import checkpoint
 
 from blocktensor import BlockwiseFP8Weight, functional
-from blocktensor.autograd.quantize import normed
+from blocktensor.autograd.norm import normed
 from blocktensor.ops import reference as casts
 from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_128X128, BlockFormat
 from tests.support.compiling import instantiates

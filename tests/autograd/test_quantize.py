@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from blocktensor import BlockwiseFP8Tensor, Recipe, functional, quantize
-from blocktensor.autograd.quantize import normed
 from blocktensor.ops.norm import reference
 from tests.support.gated import K, assert_bits, results, unfused, weights
 from tests.support.linear_ways import ROWS, saved_by
@@ -120,14 +119,15 @@ def test_bits_of_a_norm(
         weight = randn(K, seed=8, dtype=dtype, device=device, grad=True)
         module = norm(kind, eps, weight.detach().clone())
         values = module(x)
-        assert torch.equal(normed(x, weight, eps, kind).mul_(1), values)  # also in place
+        made = functional.rms_norm(x, weight, eps, kind=kind)
+        assert torch.equal(made.mul_(1), values)  # also in place
         assert torch.equal(reference.rms_norm(x, weight, eps, kind), values)
 
         def plain(x: Tensor, _: Tensor, *ws: Tensor, module: nn.Module = module) -> Tensor:
             return both(module(x), *ws)
 
         def fused(x: Tensor, w: Tensor, *ws: Tensor, eps: float = eps) -> Tensor:
-            return both(quantize(normed(x, w, eps, kind), recipe), *ws)
+            return both(quantize(functional.rms_norm(x, w, eps, kind=kind), recipe), *ws)
 
         wanted = results(plain, x, [module.weight, *ws])
         assert_bits(results(fused, x, [weight, *ws]), wanted)

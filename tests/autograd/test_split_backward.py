@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from blocktensor import convert, functional, fuse, share_inputs
-from blocktensor.autograd.quantize import normed
+from blocktensor.autograd.norm import normed
 from tests.support.groups import ends
 from tests.support.models import randn
 from tests.support.numeric import assert_same

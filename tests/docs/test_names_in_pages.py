@@ -47,7 +47,8 @@ FOREIGN = {
         docs/source/workflows/training.md docs/user-guide/features/megatron_fsdp.md
         training/arguments.py""",
     "transformers, peft": """DistributedConfig base_model_ep_plan config.json disable_adapter
-        enable_expert_parallel gate_up_proj_scale_inv load_in_4bit tie_weights weight_scale""",
+        enable_expert_parallel gate_up_proj_scale_inv label_smoothing_factor load_in_4bit
+        tie_weights weight_scale""",
     "rollout engines": """--update-weight-buffer-size HTTPVLLMWeightSyncClient NCCLTrainerInitInfo
         VLLMClient WeightSource engine_model gemm_fp8_fp8_bf16_nt get_per_tensor_param init_info
         per_token_group_quant_8bit quant_weights quant_weights_by_name scale_ue8m0

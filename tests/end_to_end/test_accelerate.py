@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, Recipe, convert
-from blocktensor.distributed import FrozenShard
+from blocktensor.sharding.fsdp.shards import FrozenShard
 from tests.support.models import Model, randn
 from tests.support.ranks import on_ranks
 from tests.support.sharded import K, mesh_of, reductions, whole

@@ -35,13 +35,15 @@ NORMS = {
 }
 OPS = {
     "silu": ("gated silu 1x128", "gated silu 128x128", "gated_backward silu 1x128 1x128"),
+    "gelu": ("gated gelu 1x128 128x128", "gated_backward gelu 1x128 1x128"),
     "gelu_tanh": ("gated gelu_tanh 1x128 128x128", "gated_backward gelu_tanh 1x128 1x128"),
+    "relu2": ("gated relu2 1x128", "gated relu2 128x128", "gated_backward relu2 1x128 1x128"),
     "Phi3": ("gated silu 1x128 128x128", "joint_gated_backward silu 1x128 1x128"),
 }
 TOKENS = torch.arange(24).view(2, 12)
 
 
-def language_model(family: str, recipe: Recipe | None = None) -> nn.Module:
+def language_model(family: str, recipe: Recipe | None = None, **more: Any) -> nn.Module:
     options: dict[str, Any] = {
         **{"hidden_size": 64, "intermediate_size": 144, "num_hidden_layers": 2},
         **{"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16, "vocab_size": 100},
@@ -50,6 +52,7 @@ def language_model(family: str, recipe: Recipe | None = None) -> nn.Module:
     if family == "DeepseekV3":
         options |= {"first_k_dense_replace": 2, "q_lora_rank": 32, "kv_lora_rank": 32}
         options |= {"qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16}
+    options |= more
     torch.manual_seed(0)
     model = getattr(transformers, f"{family}ForCausalLM")(
         getattr(transformers, f"{family}Config")(**options)
@@ -82,6 +85,20 @@ def test_transformers(family: str) -> None:
     for op in OPS.get(family, OPS[act]):
         assert trace.count(f"blocktensor.{op}") == 2
     assert count_runs(loss(model), None) == len(names)
+
+
+@pytest.mark.parametrize("act", ["gelu", "relu2"])
+def test_other_activations_of_transformers(act: str) -> None:
+    model = language_model("Llama", hidden_act=act)
+    wanted = results(model, run=loss(model))
+    report = fuse(model)
+    formula = f"down_proj({act}(gate_proj(x)) * up_proj(x))"
+    assert [entry.computes for entry in report.fused[:2]] == [formula] * 2
+    assert report.left_alone == ()
+    with Trace() as trace:
+        assert_bits(results(model, run=loss(model)), wanted)
+    for op in OPS[act]:
+        assert trace.count(f"blocktensor.{op}") == 2
 
 
 class Torchtitan(MLP):

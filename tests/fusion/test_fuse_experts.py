@@ -78,14 +78,14 @@ a recipe: weight gradients read high precision (wgrad_input='high_precision')"""
     ],
 )
 @pytest.mark.parametrize(
-    "make", [Sizes, lambda: Ends("gelu_tanh"), lambda: GroupedExperts(EXPERTS, K, 160)]
+    "make", [Sizes, lambda: Ends("gelu"), lambda: GroupedExperts(EXPERTS, K, 160)]
 )
 def test_bits(make: Callable[[], Any], dtype: torch.dtype, recipe: Recipe) -> None:
     model = converted(make().to(dtype), recipe)
     twin = copy.deepcopy(model)
     (entry,) = fuse(model).fused
     w1, w2, w3 = sorted(dict(model.named_parameters()))
-    act = "gelu_tanh" if isinstance(model, Ends) else "silu"
+    act = "gelu" if isinstance(model, Ends) else "silu"
     assert entry.computes == f"{w2}({act}({w1}(x)) * {w3}(x)) by expert"
     assert model._fused_pattern.ends == isinstance(model, Ends)
     assert_bits(results(model), results(twin))

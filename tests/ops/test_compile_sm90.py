@@ -182,8 +182,12 @@ def passes() -> Iterator[Case]:
     for dtype, total, cols in product(DTYPES, (None, like(dtype=torch.int64)), (300, 128256)):
         args = like(1024, cols, dtype=dtype), target, total, -100
         yield Case(partial(triton_rows.loss_and_gradient_, *args), 2, 0)
+        for weight in (None, like(cols, dtype=FP32)):
+            more = partial(triton_rows.loss_and_gradient_, *args, weight, 0.1)
+            yield Case(more, 2, 0)
 
 
+GELUS = ("gelu", "gelu_tanh")
 Formats = tuple[BlockFormat | None, BlockFormat | None]
 BOTH_FORMS: Formats = BLOCKS_1X128, BLOCKS_1X128
 TWO_FORMATS: Formats = BLOCKS_1X128, BLOCKS_128X128
@@ -224,7 +228,10 @@ def producers() -> Iterator[Case]:
             [(4096, 14336), (302, 130)],
             [BOTH_FORMS, TWO_FORMATS, COLUMNWISE],
         ),
-        *product(["gluon"], ["gelu_tanh"], [BF16], [(302, 130)], [BOTH_FORMS, TWO_FORMATS]),
+        *product(["gluon"], GELUS, [BF16], [(302, 130)], [BOTH_FORMS, TWO_FORMATS]),
+        ("gluon", "relu2", BF16, (300, 576), BOTH_FORMS),
+        ("gluon", "gelu", FP16, (302, 136), TWO_FORMATS),
+        ("gluon", "relu2", FP32, (300, 576), TWO_FORMATS),
         ("gluon", "gelu_tanh", FP16, (302, 136), TWO_FORMATS),
         ("gluon", "silu", FP32, (300, 520), BOTH_FORMS),
         ("gluon", "gelu_tanh", FP32, (300, 576), TWO_FORMATS),
@@ -237,6 +244,9 @@ def producers() -> Iterator[Case]:
             [(129, 131)],
             [BOTH_FORMS, TWO_FORMATS, POW2, ROWWISE],
         ),
+        *product(["triton"], ["gelu"], [BF16], [(129, 131)], [BOTH_FORMS, TWO_FORMATS, POW2]),
+        ("triton", "relu2", BF16, (129, 131), ROWWISE),
+        ("triton", "gelu", FP32, (129, 136), BOTH_FORMS),
         ("triton", "gelu_tanh", FP16, (129, 136), TWO_FORMATS),
         ("triton", "gelu_tanh", FP32, (129, 136), BOTH_FORMS),
         ("triton", "silu", FP32, (300, 576), TWO_FORMATS),
@@ -260,9 +270,9 @@ def producers() -> Iterator[Case]:
 def other_producers() -> Iterator[Case]:
     """Gradients of gelu in rows of whole vectors, and producers by groups."""
     sources = _, gate, up = sources_of((300, 576))
-    for formats in (BOTH_FORMS, TWO_FORMATS):
+    for activation, formats in product(GELUS, (BOTH_FORMS, TWO_FORMATS)):
         backward = producers_of("gluon", sources, formats).gated_backward
-        yield Case(partial(backward, *sources, "gelu_tanh", *formats), 1, allowed_spills)
+        yield Case(partial(backward, *sources, activation, *formats), 1, allowed_spills)
     for name in ("triton", "gluon"):
         made = producers_of(name, sources, BOTH_FORMS)
         grouped = ("silu", *TWO_FORMATS, like(8, dtype=torch.int32))

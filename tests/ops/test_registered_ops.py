@@ -94,10 +94,10 @@ def producer_samples(shape: tuple[int, int], rng: Generator) -> Samples:
     return {
         "gated": (gate, up, silu, row, row),
         "gated by groups": (gate, up, silu, row, square, offs),
-        "gated columnwise": (gate, up, "gelu_tanh", None, square),
+        "gated columnwise": (gate, up, "gelu", None, square),
         "gated_backward": (grad, gate, up, silu, row, square),
         "gated_backward by groups, of gate alone": (grad, gate, up, silu, row, row, offs, False),
-        "gated_backward rowwise": (grad, gate, up, "gelu_tanh", row, None),
+        "gated_backward rowwise": (grad, gate, up, "relu2", row, None),
         "joint_gated_backward": (grad, both, silu, row, square),
         "joint_gated_backward by groups": (grad, both, "gelu_tanh", None, row, offs),
     }

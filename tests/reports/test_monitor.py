@@ -254,7 +254,7 @@ def test_a_step_that_raises_is_not_counted() -> None:
     for other in (health, monitor(model)):
         with health, pytest.raises(RuntimeError, match="leave its `with` block first"), other:
             pass
-        assert health.to_dict() and health.step > 0
+        assert health.scalars() and health.step > 0
         health.step = 0
 
 
@@ -271,14 +271,19 @@ def test_a_cast_that_raises_inside_of_a_step() -> None:
 def test_what_is_logged_and_shown() -> None:
     model = nn.Sequential(linear(128, 128))
     health = monitor(model, every=10)
-    assert health.to_dict() == {}
+    assert health.scalars() == {}
+    assert health.to_dict() == {"every": 10, "step": 0, "health": {}}
     with health:
         model(torch.full((4, 128), 2.0).bfloat16()).backward(torch.ones(4, 128).bfloat16())
-    logged = health.to_dict()
+    logged = health.scalars()
     assert json.loads(json.dumps({k: v for k, v in logged.items() if math.isfinite(v)}))
     assert len(logged) == 3 * 6
     assert logged["fp8/0/x/amax_max"] == 2.0
     assert all(type(value) is float for value in logged.values())
+    values = health.to_dict()
+    assert (values["every"], values["step"]) == (10, 1)
+    for operand, figures in values["health"]["0"]["0"].items():
+        assert figures == {name: logged[f"fp8/0/{operand}/{name}"] for name in figures}
     assert_expected_inline(
         str(health),
         """\

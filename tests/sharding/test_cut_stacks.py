@@ -17,7 +17,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, MinSizes, convert, functional
 from blocktensor.conversion.freeze import freeze
-from blocktensor.distributed import FP8Shard, FrozenShard
+from blocktensor.sharding.fsdp.shards import FP8Shard, FrozenShard
 from tests.support.expert_parallel import (
     Dispatched,
     assert_steps_as_one,

@@ -30,7 +30,7 @@ RECIPES = (
     Recipe(cache_weight=False),
     Recipe(batch_invariant=True),
 )
-ACTIVATIONS = ("silu", "gelu_tanh")
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2")
 EXPERTS = 4
 
 

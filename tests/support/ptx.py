@@ -53,8 +53,11 @@ FLOATS: dict[str, Callable[..., Any]] = {
     "cvt.sat.f32.f32": lambda a: np.clip(np.nan_to_num(a, nan=0.0), 0, 1),
     "neg.f32": np.negative,
     "abs.f32": np.abs,
+    "max.NaN.f32": np.maximum,
     "min.NaN.f32": np.minimum,
 }
+PAIRS: dict[str, Callable[..., Any]] = {"fma.rn": FLOATS["fma.rn.f32"], "max.NaN": np.maximum}
+"""Of both halves of a word."""
 WORDS: dict[str, Callable[..., Any]] = {
     "mov.b32": lambda a: a,
     "shl.b32": lambda a, b: a << b,
@@ -76,15 +79,18 @@ def result(op: str, operands: list[Any], dtype: torch.dtype) -> Any:
         return rounded(operands[0])
     if op == "selp.f32":
         return np.where(operands[2], *operands[:2])
-    if op == f"fma.rn.{NAMES[dtype].replace('fp16', 'f16')}x2":  # of both halves
+    name, _, kind = op.rpartition(".")
+    if name in PAIRS and kind == f"{NAMES[dtype].replace('fp16', 'f16')}x2":
         pairs = zip(*(halves(x, dtype) for x in operands), strict=True)
-        low, high = (a * b + c for a, b, c in pairs)
+        low, high = (PAIRS[name](*pair) for pair in pairs)
         return word(low, high, dtype)
     numbers = [wide(x) for x in operands]
     if op in FLOATS:
         return rounded(FLOATS[op](*numbers))
     if op == "setp.ge.f32":
         return numbers[0] >= numbers[1]
+    if op == "setp.le.f32":
+        return numbers[0] <= numbers[1]
     if op == "fma.rm.f32":
         a, b, c = numbers
         return toward_minus_infinity(a * b + c)

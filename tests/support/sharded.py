@@ -14,11 +14,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from blocktensor import BlockwiseFP8Weight, Recipe, convert
-from blocktensor.distributed import FP8Shard
 from blocktensor.ops.formats import Quantized
 from blocktensor.sharding.dtensor import local_of
 from blocktensor.sharding.fsdp.amax_table import Place, known_place
 from blocktensor.sharding.fsdp.fsdp_internals import owner_of
+from blocktensor.sharding.fsdp.shards import FP8Shard
 from tests.support.numeric import assert_same
 
 RECIPES = (Recipe(), Recipe(scale="power_of_two"))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from blocktensor.distributed import FP8Shard
+from blocktensor.sharding.fsdp.shards import FP8Shard
 from tests.support.asserts import assert_no_marked_product
 from tests.support.numeric import assert_same, relative_error
 from tests.support.parallel_linears import batch, block, parallel_block, tokens_of

@@ -21,7 +21,12 @@ CROSS_ENTROPY_BACKENDS: tuple[Backend[torch.device], ...] = (
 
 
 def loss_and_gradient_(
-    logits: Tensor, target: Tensor, total: Tensor | None, ignore_index: int
+    logits: Tensor,
+    target: Tensor,
+    total: Tensor | None,
+    ignore_index: int,
+    weight: Tensor | None = None,
+    label_smoothing: float = 0.0,
 ) -> Tensor:
     """Return the loss of rows of logits, and write its gradient over them.
 
@@ -33,14 +38,16 @@ def loss_and_gradient_(
             overwritten.
         target: int64 ``[T]``, contiguous.
         total: a scalar that the sum of losses is divided by; None for 1.
-        ignore_index: as in ``F.cross_entropy``.
+        ignore_index, label_smoothing: as in ``F.cross_entropy``.
+        weight: fp32 ``[V]``, contiguous, the weights of the classes; None for ones.
 
     Returns:
         An fp32 scalar.
     """
+    args = logits, target, total, ignore_index, weight, label_smoothing
     if not len(logits):
-        return reference.loss(logits, target, total, ignore_index)
-    made: Tensor = gradient_of_logits(logits, target, total, ignore_index)
+        return reference.loss(*args)
+    made: Tensor = gradient_of_logits(*args)
     return made
 
 

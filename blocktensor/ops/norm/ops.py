@@ -100,7 +100,7 @@ def _in_rows(x: Tensor) -> bool:
 
 def _rows(x: Tensor) -> Tensor:
     """Return x as ``[T, K]``."""
-    return x.reshape(-1, x.shape[-1])
+    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
 
 def _backend(x: Tensor, *_: object) -> Backend[Tensor]:

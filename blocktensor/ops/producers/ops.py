@@ -20,7 +20,7 @@ from ..registry import Backend
 from . import reference
 from .choose_backend import producer_backend
 
-ActivationName = Literal["silu", "gelu_tanh"]
+ActivationName = Literal["silu", "gelu", "gelu_tanh", "relu2"]
 
 
 def _check(rowwise: BlockFormat | None, offs: Tensor | None, *sources: Tensor) -> None:
@@ -60,7 +60,7 @@ def gated(
     Args:
         gate: ``[T, I]`` bf16, fp16 or fp32, with any strides.
         up: the same.
-        activation: "silu" or "gelu_tanh".
+        activation: "silu", "gelu" (by erf), "gelu_tanh" or "relu2" (the square of relu).
         rowwise: format of the rowwise form, with blocks of one row; None for no rowwise form.
         columnwise: format of the columnwise form; None for no columnwise form.
         offs: int32 ``[E]``, ends of groups of rows. Columnwise blocks then begin anew in every

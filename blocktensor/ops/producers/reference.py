@@ -34,13 +34,21 @@ class Activation:
     gradient: Callable[[Tensor, Tensor], Tensor]
 
 
+def _relu2_gradient(grad: Tensor, x: Tensor) -> Tensor:
+    root = aten.relu(x)
+    return aten.threshold_backward(grad * (2 * root), root, 0)
+
+
 ACTIVATIONS = {
     "silu": Activation(aten.silu, aten.silu_backward),
+    "gelu": Activation(aten.gelu, aten.gelu_backward),
     "gelu_tanh": Activation(
         lambda x: aten.gelu(x, approximate="tanh"),
         lambda grad, x: aten.gelu_backward(grad, x, approximate="tanh"),
     ),
+    "relu2": Activation(lambda x: aten.relu(x).square(), _relu2_gradient),
 }
+"""All activations, by name; "gelu" is by erf, "relu2" is the square of relu."""
 
 
 def _forms(

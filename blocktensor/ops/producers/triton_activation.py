@@ -1,10 +1,10 @@
 """Compute activations and their gradients by PTX, on words of 16-bit or fp32 elements, or on tiles.
 
-Results equal torch's CUDA kernels, bit for bit. nvcc compiles their formulas with the accurate expf
-and tanhf, IEEE division, subnormal numbers, and a*b + c in one rounding where nvcc chooses so. The
-code here was copied from the PTX that NVRTC 12.9 and 13.0 generate for the same formulas. Triton's
-own functions flush subnormal numbers to zero. Also, PTX keeps all steps of one element together, as
-in ``cast/gluon_words.py``.
+Results equal torch's CUDA kernels, bit for bit. nvcc compiles their formulas with the accurate
+expf, erff and tanhf, IEEE division, subnormal numbers, and a*b + c in one rounding where nvcc
+chooses so. The code here was copied from the PTX that NVRTC 12.9 and 13.0 generate for the same
+formulas. Triton's own functions flush subnormal numbers to zero. Also, PTX keeps all steps of one
+element together, as in ``cast/gluon_words.py``.
 
 Each piece of PTX computes y from x; for a gradient, y from x and d, the gradient of the activation.
 """
@@ -26,6 +26,20 @@ mov.b32 r, w; and.b32 r, r, 0x7FFFFFFF; mov.b32 q, z; and.b32 q, q, 0x80000000;
 or.b32 r, r, q; mov.b32 w, r;
 """
 
+# w = erf(z)
+_ERF = f"""
+abs.f32 u, z; setp.ge.f32 p, u, 0f3F8060FE; mul.rn.f32 v, z, z; selp.f32 v, u, v, p;
+selp.f32 w, 0f38EB4C3A, 0f38B1E96A, p;
+selp.f32 s, 0fBAAE005B, 0fBA574D20, p; fma.rn.f32 w, w, v, s;
+selp.f32 s, 0f3C09919F, 0f3BAAD5EA, p; fma.rn.f32 w, w, v, s;
+selp.f32 s, 0fBD24D99A, 0fBCDC1BE7, p; fma.rn.f32 w, w, v, s;
+selp.f32 s, 0f3E235519, 0f3DE718AF, p; fma.rn.f32 w, w, v, s;
+selp.f32 s, 0f3F69B4F9, 0fBEC093AC, p; fma.rn.f32 w, w, v, s;
+selp.f32 s, 0f3F210A14, 0f3E0375D3, p; fma.rn.f32 w, w, v, s;
+neg.f32 u, u; selp.f32 s, u, z, p; fma.rn.f32 e, w, s, s;
+ex2.approx.ftz.f32 w, e; sub.rn.f32 w, 0f3F800000, w; {_COPY_SIGN} selp.f32 w, w, e, p;
+"""
+
 # w = tanh(z)
 _TANH = f"""
 abs.f32 u, z; mul.rn.f32 v, u, 0f4038AA3B; ex2.approx.ftz.f32 v, v; add.rn.f32 v, v, 0f3F800000;
@@ -43,6 +57,8 @@ mul.rn.f32 z, z, 0f3F4C422A; {_TANH}
 
 _VALUES = {
     "silu": f"neg.f32 z, x; {_EXP} fma.rn.f32 e, e, s, 0f3F800000; div.rn.f32 y, x, e;",
+    "gelu": f"mul.rn.f32 z, x, 0f3F3504F3; {_ERF} add.rn.f32 w, w, 0f3F800000;"
+    " mul.rn.f32 y, x, 0f3F000000; mul.rn.f32 y, y, w;",
     "gelu_tanh": f"{_TANH_OF_INNER} add.rn.f32 w, w, 0f3F800000;"
     " mul.rn.f32 y, x, 0f3F000000; mul.rn.f32 y, y, w;",
 }
@@ -51,10 +67,16 @@ _GRADIENTS = {
     "silu": f"neg.f32 z, x; {_EXP} fma.rn.f32 e, e, s, 0f3F800000; rcp.rn.f32 s, e;"
     " mul.rn.f32 y, d, s; sub.rn.f32 u, 0f3F800000, s; fma.rn.f32 u, x, u, 0f3F800000;"
     " mul.rn.f32 y, y, u;",
+    "gelu": f"mul.rn.f32 z, x, 0f3F3504F3; {_ERF} add.rn.f32 w, w, 0f3F800000;"
+    f" mul.rn.f32 z, x, 0fBF000000; mul.rn.f32 z, x, z; {_EXP} mul.rn.f32 e, e, s;"
+    " mul.rn.f32 e, e, 0f3ECC422A; mul.rn.f32 e, x, e; fma.rn.f32 w, w, 0f3F000000, e;"
+    " mul.rn.f32 y, d, w;",
     "gelu_tanh": f"{_TANH_OF_INNER} mul.rn.f32 u, x, 0f3F000000; add.rn.f32 v, w, 0f3F800000;"
     " neg.f32 s, w; fma.rn.f32 s, s, w, 0f3F800000; fma.rn.f32 t, t, 0f3E095D4E, 0f3F800000;"
     " mul.rn.f32 t, t, 0f3F4C422A; mul.rn.f32 u, u, s; mul.rn.f32 u, t, u;"
     " fma.rn.f32 v, v, 0f3F000000, u; mul.rn.f32 y, d, v;",
+    # d is already the gradient of the square, see word_ptx
+    "relu2": "setp.le.f32 p, x, 0f00000000; selp.f32 y, 0f00000000, d, p;",
 }
 
 
@@ -124,7 +146,8 @@ def word_ptx(activation, role, dtype):
         dtype: "bf16", "fp16" or "fp32", to which every step of eager mode is rounded.
     """
     words = {"bf16": "bf16x2", "fp16": "f16x2", "fp32": "f32"}[dtype]
-    minus_zero = "0x80000000" if dtype == "fp32" else "0x80008000"
+    is_wide = dtype == "fp32"
+    minus_zero, two = ("0x80000000", "0x40000000") if is_wide else ("0x80008000", "0x40004000")
 
     def times(out, a, b):  # adding -0 keeps the sign of a zero
         return f"fma.rn.{words} {out}, {a}, {b}, MINUS_ZERO;"
@@ -133,14 +156,22 @@ def word_ptx(activation, role, dtype):
     kind = "gradient" if gradient else "value beside" if role == "gated beside" else "value"
     sources = "XDU" if gradient else "XU"
     lines = [
-        "{.reg .pred p; .reg .b16 h0, h1; .reg .b32 X, D, U, Y, MINUS_ZERO;",
+        "{.reg .pred p; .reg .b16 h0, h1; .reg .b32 X, D, U, Y, A, CONSTANT, MINUS_ZERO;",
         ".reg .b32 x, y, d, e, q, r, s, t, u, v, w, z, y0, y1;",
         f"mov.b32 MINUS_ZERO, {minus_zero};",
         *(f"mov.b32 {name}, ${i + 1};" for i, name in enumerate(sources)),
     ]
     if gradient:
         lines.append(times("D", "D", "U"))
-    lines.append(_by_element(dtype, element_ptx(activation, kind, dtype), gradient))
+    if activation == "relu2":  # A = relu(X); squares and doubles are rounded as other products
+        lines.append(f"mov.b32 CONSTANT, 0; max.NaN.{words} A, X, CONSTANT;")
+        if gradient:
+            lines.append(f"mov.b32 CONSTANT, {two};")
+            lines += [times("A", "A", "CONSTANT"), times("D", "D", "A")]
+        else:
+            lines.append(times("Y", "A", "A"))
+    if gradient or activation != "relu2":
+        lines.append(_by_element(dtype, element_ptx(activation, kind, dtype), gradient))
     if not gradient:
         lines.append(times("Y", "Y", "U"))
     lines.append("mov.b32 $0, Y;}")

@@ -55,7 +55,7 @@ def plan(
     microbatches: int = 1,
     clip: bool = True,
     skip_small: bool = True,
-    recipe: Recipe = DEFAULT_RECIPE,
+    recipe: Recipe | None = None,
 ) -> TrainingPlan:
     """Return the memory and the speed that a training run will have, in bf16 and in FP8.
 
@@ -91,13 +91,19 @@ def plan(
         microbatches: forwards and backwards of a step. FSDP2 reduces gradients in the last.
         clip: with ``clip_grad_norm_``.
         skip_small: as in ``convert``.
-        recipe: as in ``convert``.
+        recipe: numeric choices; default ``Recipe()``.
 
     Raises:
         ImportError: a name or a config without transformers.
         NotImplementedError: only some parameters of the module train.
         TypeError: arguments of another type.
         ValueError: counts below 1, other choices, an unknown model, a model without linear layers.
+
+    Examples:
+        >>> model = nn.Sequential(*(nn.Linear(4096, 4096, device="meta") for _ in range(4)))
+        >>> report = blocktensor.plan(model, batch=8)
+        >>> report.fits, report.speedup > 1
+        (True, True)
     """
     several: Any = gpus  # Setup checks it
     by_default: Sharding = "fsdp2" if isinstance(several, int) and several > 1 else "none"
@@ -122,7 +128,7 @@ def plan(
         microbatches=microbatches,
         clip=clip,
         skip_small=skip_small,
-        recipe=recipe,
+        recipe=DEFAULT_RECIPE if recipe is None else recipe,
     )
     name, module = model_of(model, sizes)
     described = describe(module, setup)

@@ -72,7 +72,9 @@ def test_who_takes_which_layouts(name: str, sources: Any, reason: str | None) ->
 
 MODULES: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
+    "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu2": lambda x: F.relu(x).square(),
 }
 """As models write them."""
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as dcs
 from torch.distributed.device_mesh import DeviceMesh
 
-from blocktensor.distributed import FP8Shard
+from blocktensor.sharding.fsdp.shards import FP8Shard
 from tests.support import ranks
 from tests.support.ranks import on_ranks
 from tests.support.sharded import local_kinds, mesh_of

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, Recipe, convert
-from blocktensor.distributed import FP8Shard, FrozenShard
+from blocktensor.sharding.fsdp.shards import FP8Shard, FrozenShard
 from tests.support.models import SQUARE, randn
 from tests.support.moe_models import BatchedMoE, TitanMoE
 from tests.support.ranks import on_ranks, shared_mesh

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from blocktensor import convert
-from blocktensor.distributed import FP8Shard
+from blocktensor.sharding.fsdp.shards import FP8Shard
 from tests.support.models import randn
 from tests.support.ranks import on_ranks
 from tests.support.sharded import assert_equal, scale, shard_of, step, whole

@@ -19,9 +19,9 @@ from torch.torch_version import TorchVersion
 from torch.utils.checkpoint import checkpoint
 
 from blocktensor import Recipe, convert, share_inputs, to_blockwise_fp8_weights
-from blocktensor.distributed import FP8Shard
 from blocktensor.ops import reference
 from blocktensor.ops.formats import BLOCKS_128X128
+from blocktensor.sharding.fsdp.shards import FP8Shard
 from tests.support.models import HeadGroups, randn
 from tests.support.ranks import on_ranks, shared_mesh
 from tests.support.sharded import (

@@ -18,10 +18,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, Recipe, convert, freeze
-from blocktensor.distributed import FP8Shard, FrozenShard
 from blocktensor.ops import reference
 from blocktensor.sharding.fsdp.amax_table import Reduced, Reduction
-from blocktensor.sharding.fsdp.shards import chunks
+from blocktensor.sharding.fsdp.shards import FP8Shard, FrozenShard, chunks
 from tests.support.models import linear, plain, randn
 from tests.support.ranks import on_ranks
 from tests.support.sharded import (
