@@ -84,8 +84,10 @@ def _matmul(
     x: Tensor, w: Tensor, bias: Tensor | None, offs: Tensor | None, recipe: Recipe | None
 ) -> Tensor:
     operands = x, w, bias, offs, recipe
-    if not is_compiling() and (known := repeat.matmul(operands)) is not None:
-        return known
+    if repeat.table is not None and not is_compiling():
+        known = repeat.matmul(operands)
+        if known is not None:
+            return known
     plan = plan_matmul(x, w, bias, recipe, offs)
     cast: tuple[Tensor, ...] = ()
     running = this_thread.running

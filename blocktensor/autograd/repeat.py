@@ -32,22 +32,26 @@ class RepeatedLinear:
     Args:
         gradients: given a plan, the weight that forward has read, the saved tensors, a list of the
             gradient of y, and which inputs need a gradient, returns their gradients.
+
+    Attributes:
+        table: the ``Matmul`` of ``player.cpp``; None before the first call that may be repeated.
     """
 
-    __slots__ = ("_gradients", "_matmul")
+    __slots__ = ("_gradients", "table")
 
     def __init__(self, gradients: Callable[..., Any]) -> None:
-        self._gradients, self._matmul = gradients, None
+        self._gradients = gradients
+        self.table: Any = None
 
     def matmul(self, operands: Operands) -> Tensor | None:
         """Return y, with its node in the graph; None if Python must compute it."""
-        if self._matmul is None:
+        if self.table is None:
             return None
         if check_recordings.ENABLED:
-            plan, (x, w, bias, offs, recipe) = self._matmul.plan(operands), operands
+            plan, (x, w, bias, offs, recipe) = self.table.plan(operands), operands
             if plan is not None:
                 check_recordings.check_plan(plan, Plan(x, w, bias, recipe, offs))
-        y = self._matmul(*operands)
+        y = self.table(*operands)
         return None if y is NotImplemented else y
 
     def remember(self, operands: Operands, plan: Plan, fprop: Sequence, backward: Sequence) -> None:
@@ -55,8 +59,8 @@ class RepeatedLinear:
         player = build_player.player()
         if player is None:
             return
-        if self._matmul is None:
-            self._matmul = player.Matmul(
+        if self.table is None:
+            self.table = player.Matmul(
                 BlockwiseFP8Weight,
                 BlockwiseFP8Tensor,
                 Quantized,
@@ -68,9 +72,9 @@ class RepeatedLinear:
                 MAX_KEYS,
             )
         of_backward = backward.table.table_of(player) if plan.records_backward else None
-        self._matmul.put(operands, plan, fprop.table.table_of(player), of_backward)
+        self.table.put(operands, plan, fprop.table.table_of(player), of_backward)
 
     def forget(self) -> None:
         """Forget all calls."""
-        if self._matmul is not None:
-            self._matmul.forget()
+        if self.table is not None:
+            self.table.forget()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -35,10 +35,12 @@ def wrapper(kind: type, size: Sequence[int], **layout: Any) -> Any:
     return made
 
 
-@functools.cache
-def kind_of(*facts: Hashable) -> object:
+_KINDS: dict[Any, object] = {}
+
+
+def kind_of(*facts: Any) -> object:
     """Return one object for equal facts, so that compiled code can compare them as an address."""
-    return object()
+    return _KINDS.setdefault(facts, object())
 
 
 class FP8Base(Tensor):

@@ -20,7 +20,7 @@ from blocktensor.ops.runtime.specialize import GEMM_VARIABLE, _PlainTable
 def decide_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """Empty tables of decisions for this test, which the next test does not see."""
     monkeypatch.setattr(plan._PLANS, "_found", {})
-    monkeypatch.setattr(linear.repeat, "_matmul", None)
+    monkeypatch.setattr(linear.repeat, "table", None)
     for table in OPS.values():
         monkeypatch.setattr(table, "_table", _PlainTable(table._first))
 

@@ -42,7 +42,7 @@ def run_linears(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     elif way != "repeated":
         monkeypatch.setattr(linear.RepeatedLinear, "remember", lambda *_: None)
     monkeypatch.setattr(plan._PLANS, "_found", {})
-    monkeypatch.setattr(linear.repeat, "_matmul", None)
+    monkeypatch.setattr(linear.repeat, "table", None)
 
 
 @pytest.fixture(params=WAYS)

@@ -136,8 +136,8 @@ def test_one_pass_is_taken_where_rows_are_whole_vectors() -> None:
         x = randn(*shape, device="cuda")
         one_pass = cast_backend(x, BLOCKS_128X128).function("quantize_with_transpose") is not None
         assert one_pass == gluon_takes(x, BLOCKS_128X128)
-        decided = ops._decide_with_transpose(x, BLOCKS_128X128)
-        assert (decided is ops._in_two_passes) == (passes == 2)
+        decided: Any = ops._decide_with_transpose(x, BLOCKS_128X128)
+        assert (decided.function is ops._in_two_passes) == (passes == 2)
 
 
 # Parts: together they give the bytes and scales of the whole matrix's cast
