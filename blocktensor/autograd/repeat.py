@@ -73,8 +73,3 @@ class RepeatedLinear:
             )
         of_backward = backward.table.table_of(player) if plan.records_backward else None
         self.table.put(operands, plan, fprop.table.table_of(player), of_backward)
-
-    def forget(self) -> None:
-        """Forget all calls."""
-        if self.table is not None:
-            self.table.forget()
