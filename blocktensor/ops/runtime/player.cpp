@@ -1020,7 +1020,6 @@ struct FP8LinearBackward : Node {
       wanted.append(py::bool_(asked[i]));
     }
     wanted.append(py::bool_(false));
-    py::tuple arguments(5);
     return called(functions->gradients, plan->plan, read, saved_list, grads, wanted);
   }
 
@@ -1236,15 +1235,6 @@ PyObject* matmul_plan(PyObject* object, PyObject* args) {
   END_HANDLE_TH_ERRORS
 }
 
-PyObject* matmul_forget(PyObject* object, PyObject*) {
-  reinterpret_cast<Matmul*>(object)->plans->forget();
-  Py_RETURN_NONE;
-}
-
-Py_ssize_t matmul_length(PyObject* object) {
-  return Py_ssize_t(reinterpret_cast<Matmul*>(object)->plans->size());
-}
-
 PyObject* matmul_new(PyTypeObject* type, PyObject* args, PyObject*) {
   PyObject *weight, *frozen, *quantized, *hold_cast, *read_weight, *gradients, *thread, *sharing;
   Py_ssize_t most;
@@ -1276,10 +1266,8 @@ PyMethodDef matmul_methods[] = {
     {"put", matmul_put, METH_VARARGS,
      "put((x, w, bias, offs, recipe), plan, fprop, backward): remember how calls like this run"},
     {"plan", matmul_plan, METH_O, "plan(args): the plan of calls like this one, or None"},
-    {"forget", matmul_forget, METH_NOARGS, "Forget everything."},
     {nullptr, nullptr, 0, nullptr}};
 
-PySequenceMethods matmul_sequence{};
 PyTypeObject MatmulType = {PyVarObject_HEAD_INIT(nullptr, 0) "blocktensor_player.Matmul"};
 
 // ---------------------------------------------------------------------------------------------
@@ -1397,8 +1385,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   MatmulType.tp_new = matmul_new;
   MatmulType.tp_dealloc = matmul_free;
   MatmulType.tp_methods = matmul_methods;
-  matmul_sequence.sq_length = matmul_length;
-  MatmulType.tp_as_sequence = &matmul_sequence;
   if (PyType_Ready(&MatmulType) < 0) {
     throw py::error_already_set();
   }
