@@ -69,6 +69,11 @@ class GatedPlan(NamedTuple):
         return self[:3]
 
     @property
+    def needs_first_dw(self) -> bool:
+        """Whether gradients of the weights of gate or up may be wanted."""
+        return self.gate.needs[1] or (self.up is not None and self.up.needs[1])
+
+    @property
     def tracing(self) -> bool:
         """True while a compiler traces."""
         return self.gate.tracing or self.down.tracing or (self.up is not None and self.up.tracing)

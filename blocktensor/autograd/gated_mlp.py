@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
+from torch.compiler import is_compiling, is_dynamo_compiling
 
 from ..ops.cast.ops import quantize_with_transpose
 from ..ops.formats import Quantized
@@ -32,7 +32,7 @@ from ..ops.producers.reference import ACTIVATIONS
 from ..ops.runtime.specialize import sequence
 from ..recipe import Recipe
 from ..tensor.weight import BlockwiseFP8Weight
-from .backward import FP8Function, Gradients, given_out, run_backward
+from .backward import FP8Function, Gradients, given_out, refuse_gradients, run_backward
 from .gated_forms import (
     DOWN,
     GATE,
@@ -46,6 +46,7 @@ from .gated_forms import (
 from .linear import grouped_linear, has_no_experts, linear
 from .pipelining import is_input_half, watch_halves
 from .products import product_of
+from .repeat import Repeated
 from .saved_weight import SavedWeight, hold_cast
 
 
@@ -65,6 +66,14 @@ def gated_mlp(
     with torch._C.DisableTorchFunctionSubclass():
         if type(x) is BlockwiseFP8Weight:
             x = x.high_precision()
+        # Each linear layer has its own edge to x, in the order in which their backwards would run.
+        # So all gradients of x are summed in the same order as without this function.
+        again = None if weights[1] is None else x
+        operands = x, again, *weights, *biases, offs, activation, recompute, recipe
+        if repeat.table is not None and not is_compiling():
+            known = repeat.run(operands)
+            if known is not None:
+                return known
         plan: GatedPlan | None = None
         if offs is not None and has_no_experts(x, weights[0], offs):
             features_of_h(*weights[:2])
@@ -73,11 +82,12 @@ def gated_mlp(
         if plan is None or plan.one_by_one:
             linears = linears_by(linear, grouped_linear, offs, recipe)
             return one_by_one(linears, x, weights, biases, activation)
-        # Each linear layer has its own edge to x, in the order in which their backwards would run.
-        # So all gradients of x are summed in the same order as without this function.
-        again: Tensor | None = None
-        if weights[1] is not None:
-            again = x.view(x.shape) if is_dynamo_compiling() else x  # autograd takes none twice
+        if all(of is None or of.serves_all and of.records_forward for of in plan.linears):
+            known = repeat.remember(operands, plan)
+            if known is not None:
+                return known
+        if again is not None and is_dynamo_compiling():
+            again = x.view(x.shape)  # autograd would take none twice
         apply = _GatedMLP.apply if plan.tracing else _apply_eagerly
         y: Tensor = apply(x, again, *weights, *biases, offs, plan)
         return given_out(y, (*x.shape[:-1], y.shape[1]))
@@ -113,69 +123,98 @@ def one_by_one(
     return y
 
 
+class _State:
+    """What a backward reads of its forward, except tensors.
+
+    Attributes:
+        plan: of the gated MLP.
+        given: which of the first operands are tensors, up to the bias of down.
+        reads: how the weights of gate, up and down were read.
+        counts: how many tensors were saved of the weights of gate and up.
+        held: the gradient of h that the input half of a split backward has computed, with the
+            gradient of y and its version.
+    """
+
+    __slots__ = ("counts", "given", "held", "plan", "reads")
+
+    def __init__(
+        self,
+        plan: GatedPlan,
+        given: list[bool],
+        reads: tuple[Any, ...],
+        counts: tuple[int, int] = (0, 0),
+    ) -> None:
+        self.plan, self.given, self.reads, self.counts = plan, given, reads, counts
+        self.held: Any = None
+
+
 class _GatedMLP(FP8Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        x_again: Tensor | None,
-        w_gate: Tensor,
-        w_up: Tensor | None,
-        w_down: Tensor,
-        bias_gate: Tensor | None,
-        bias_up: Tensor | None,
-        bias_down: Tensor | None,
-        offs: Tensor | None,
-        plan: GatedPlan,
-    ) -> Tensor:
-        if not plan.down.tracing:
-            watch_halves()
-        ctx.plan = plan
-        ctx.given = [
-            each is not None
-            for each in (x, x_again, w_gate, w_up, w_down, bias_gate, bias_up, bias_down)
-        ]
-        if plan.gate.casts_x:
-            x = x.to(plan.gate.out_dtype)
-        weights: tuple[Any, ...] = w_gate, w_up, w_down
-        biases = bias_gate, bias_up, bias_down
-        reads: list[SavedWeight | None] = [None, None, None]
-        saved: list[Sequence[Tensor]] = [(), (), ()]
-        if plan.records_forward:
-            masters = [None if w is None else w.cache.master for w in weights]
-            y, x_col, h_col, gate, up, w_cols = _cast_and_fprop(x, *masters, *biases, offs, plan)
-            for i, w in enumerate(weights):
-                if w is not None:
-                    saved[i], reads[i] = hold_cast(w, plan.linears[i], w_cols[i])
-        else:
-            product = product_of(offs, x)
-
-            def read(i: int) -> Quantized:
-                row, saved[i], reads[i] = product.weight(weights[i], plan.linears[i])
-                return row
-
-            y, x_col, h_col, gate, up = _fprop(x, read, biases, offs, plan)
-        ctx.reads, ctx.counts = tuple(reads), (len(saved[0]), len(saved[1]))
-        of_x, of_h = ((None, None) if form is None else form[:2] for form in (x_col, h_col))
-        ctx.save_for_backward(offs, *of_x, *of_h, gate, up, *saved[0], *saved[1], *saved[2])
+    def forward(ctx: Any, *operands: Any) -> Tensor:
+        """Run :func:`_forward` of x, x again, the weights, the biases, offs and the plan."""
+        y, saved, ctx.state = _forward(operands[-1], *operands[:-1])
+        ctx.save_for_backward(*saved)
         ctx.set_materialize_grads(False)
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Gradients:
-        return run_backward(ctx, grads, _gradients, ctx.given)
+        made = run_backward(ctx, grads, _gradients_of_context, ctx.state.given)
+        return *made, None, None
+
+
+def _forward(
+    plan: GatedPlan,
+    x: Tensor,
+    x_again: Tensor | None,
+    w_gate: Tensor,
+    w_up: Tensor | None,
+    w_down: Tensor,
+    bias_gate: Tensor | None,
+    bias_up: Tensor | None,
+    bias_down: Tensor | None,
+    offs: Tensor | None,
+    *choices: Any,
+) -> tuple[Tensor, Sequence[Tensor | None], _State]:
+    """Return y, the tensors to save, and what else backward reads; ``plan`` knows the choices."""
+    if not plan.down.tracing:
+        watch_halves()
+    weights: tuple[Any, ...] = w_gate, w_up, w_down
+    biases = bias_gate, bias_up, bias_down
+    given = [each is not None for each in (x, x_again, *weights, *biases)]
+    if plan.gate.casts_x:
+        x = x.to(plan.gate.out_dtype)
+    reads: list[SavedWeight | None] = [None, None, None]
+    saved: list[Sequence[Tensor]] = [(), (), ()]
+    if plan.records_forward:
+        masters = [None if w is None else w.cache.master for w in weights]
+        y, x_col, h_col, gate, up, w_cols = _cast_and_fprop(x, *masters, *biases, offs, plan)
+        for i, w in enumerate(weights):
+            if w is not None:
+                saved[i], reads[i] = hold_cast(w, plan.linears[i], w_cols[i])
+    else:
+        product = product_of(offs, x)
+
+        def read(i: int) -> Quantized | Tensor:
+            row, saved[i], reads[i] = product.weight(weights[i], plan.linears[i])
+            return row
+
+        y, x_col, h_col, gate, up = _fprop(x, read, biases, offs, plan)
+    of_x, of_h = ((None, None) if form is None else form[:2] for form in (x_col, h_col))
+    state = _State(plan, given, tuple(reads), (len(saved[0]), len(saved[1])))
+    return y, (offs, *of_x, *of_h, gate, up, *saved[0], *saved[1], *saved[2]), state
 
 
 def _fprop(
     x: Tensor,
-    read: Callable[[int], Quantized],
+    read: Callable[[int], Quantized | Tensor],
     biases: Sequence[Tensor | None],
     offs: Tensor | None,
     plan: GatedPlan,
 ) -> tuple[Tensor, Quantized | None, Quantized | None, Tensor | None, Tensor | None]:
     """Return y, the columnwise forms of x and h, gate and up, as far as backward reads them.
 
-    ``read(i)`` returns the rowwise form of a weight.
+    ``read(i)`` returns the rowwise form of a weight, or what else fprop reads of it.
     """
     product = product_of(offs, x)
     x_row, x_col = product.forms(x, plan.gate.format, plan.x_columnwise)
@@ -221,48 +260,65 @@ def _of_forms(grad: Tensor, *others: Any) -> Gradients:
         for of, form in zip(plan.linears, w_cols, strict=True)
     ]
     saved = [offs, *x[:2], *((None, None) if h is None else h[:2]), gate, up]
-    ctx = SimpleNamespace(plan=plan, reads=reads, counts=(0, 0), needs_input_grad=())
-    return _op_by_op(ctx, saved, [grad], asked)
+    return _op_by_op(_State(plan, [], tuple(reads)), saved, [grad], asked)
 
 
-def _gradients(ctx: Any, saved: list[Any], grads: list[Any], asked: list[bool]) -> Gradients:
-    """Return the gradients of the arguments of :meth:`_GatedMLP.forward`."""
-    if not _may_repeat(ctx, saved[7:], grads[0], asked):
-        return _op_by_op(ctx, saved, grads, asked)
-    plan: GatedPlan = ctx.plan
+def _gradients_of_context(
+    ctx: Any, saved: list[Any], grads: list[Any], asked: list[bool]
+) -> Gradients:
+    return _gradients(ctx.state, saved, grads, asked)
+
+
+def _gradients_of_node(
+    plan: GatedPlan, state: _State, saved: list[Any], grads: list[Any], asked: list[bool]
+) -> Gradients:
+    """Return the gradients for the node that ``repeat.py`` makes."""
+    refuse_gradients(grads)
+    asked += [False] * (len(state.given) - len(asked))
+    with torch._C.DisableTorchFunctionSubclass():
+        return _gradients(state, saved, grads, asked)
+
+
+def _gradients(state: _State, saved: list[Any], grads: list[Any], asked: list[bool]) -> Gradients:
+    """Return the gradients of the operands of :func:`_forward`, up to the bias of down."""
+    if not _may_repeat(state, saved[7:], grads[0], asked):
+        return _op_by_op(state, saved, grads, asked)
+    plan = state.plan
     formats: Any = (plan.x_columnwise, plan.down.x_columnwise)
     offs, *forms, gate, up = saved[:7]
     x, h = (
         None if data is None else Quantized(data, scale, format)
         for data, scale, format in zip(forms[::2], forms[1::2], formats, strict=True)
     )
-    pairs = zip(ctx.reads, _split(saved[7:], ctx.counts), strict=True)
+    pairs = zip(state.reads, _split(saved[7:], state.counts), strict=True)
     w_cols = [read and read.columnwise(w, True) for read, w in pairs]
     made: Gradients = _of_forms(grads[0], x, h, gate, up, *w_cols, offs, tuple(asked), plan)
     return made
 
 
-def _may_repeat(ctx: Any, weights: list[Any], grad: Tensor | None, asked: list[bool]) -> bool:
+def _may_repeat(state: _State, weights: list[Any], grad: Tensor | None, asked: list[bool]) -> bool:
     """Return True if the backward may be recorded and wants all gradients except of biases."""
     return (
-        ctx.plan.records_backward
+        state.plan.records_backward
         and grad is not None
-        and asked == [each and i < 5 for i, each in enumerate(ctx.given)]
+        and asked == [each and i < 5 for i, each in enumerate(state.given)]
         and all(isinstance(w, BlockwiseFP8Weight) for w in weights)
-        and not (is_input_half() or "held" in ctx.__dict__)
+        and not (is_input_half() or state.held is not None)
     )
 
 
-def _op_by_op(ctx: Any, saved: list[Any], grads: list[Any], asked: list[bool]) -> Gradients:
+def _op_by_op(
+    state: _State, saved: list[Any], grads: list[Any], asked: Sequence[bool]
+) -> Gradients:
     """Return the gradients that are asked for; free each tensor after its last read."""
-    plan: GatedPlan = ctx.plan
+    plan = state.plan
     grad: Tensor | None = grads.pop()
-    of_down: SavedWeight = ctx.reads[2]
+    of_down: Any = state.reads[2]
     product = product_of(saved.pop(0), grad)
     (x_data, x_scale), of_h = saved[:2], list(saved[2:6])  # Dynamo of 2.11 makes *of_h a tuple
     weights = saved[6:]
     saved.clear()
-    w_gate, w_up, w_down = _split(weights, ctx.counts)
+    w_gate, w_up, w_down = _split(weights, state.counts)
     needs_dx, *needed = asked
     needs_dw, needs_dbias = needed[1:4], needed[4:]
     dws: list[Tensor | None] = [None, None, None]
@@ -276,15 +332,15 @@ def _op_by_op(ctx: Any, saved: list[Any], grads: list[Any], asked: list[bool]) -
     g = None
     if grad is not None and (row or col):
         g = product.forms(grad, row, col)
-    dh = _held_dh(ctx, grad) if needs_dh else None
-    holds_dh = not plan.down.tracing and is_input_half() and any(ctx.needs_input_grad[2:4])
+    dh = _held_dh(state, grad) if needs_dh else None
+    holds_dh = not plan.down.tracing and is_input_half() and plan.needs_first_dw
     held = grad if holds_dh else None
     del grad
     has_dh = needs_dh and g is not None
     w_col = of_down.columnwise(w_down, has_dh and dh is None)
     if g is None:  # no gradient came back to this output, or only the bias of down needs one
-        _read_no_firsts(ctx.reads, (w_gate, w_up))
-        return None, None, *dws, *dbiases, None, None
+        _read_no_firsts(state.reads, (w_gate, w_up))
+        return None, None, *dws, *dbiases
 
     g_row, g_col = g
     del g
@@ -293,10 +349,10 @@ def _op_by_op(ctx: Any, saved: list[Any], grads: list[Any], asked: list[bool]) -
             assert w_col is not None
             dh = product.dgrad(g_row, w_col, plan.down)
             if held is not None:
-                ctx.held = held, held._version, dh
+                state.held = held, held._version, dh
         del w_col, g_row
     else:
-        _read_no_firsts(ctx.reads, (w_gate, w_up))
+        _read_no_firsts(state.reads, (w_gate, w_up))
     sources = [*of_h, dh]
     of_h.clear()
     del dh, held
@@ -313,7 +369,7 @@ def _op_by_op(ctx: Any, saved: list[Any], grads: list[Any], asked: list[bool]) -
             dws[2] = product.wgrad(g_col, d_col, plan.down)
             del d_row, d_col, g_col
             continue
-        read, w = ctx.reads[i], (w_gate, w_up)[i]
+        read, w = state.reads[i], (w_gate, w_up)[i]
         if needs_dw[i]:  # before dgrad, whose result is the largest tensor here
             assert d_col is not None
             dws[i] = product.wgrad(d_col, x_cols.pop(), read.plan)
@@ -324,7 +380,7 @@ def _op_by_op(ctx: Any, saved: list[Any], grads: list[Any], asked: list[bool]) -
         del w_col, d_row
     if plan.up is None:
         dxs.reverse()  # the one edge to x is the first
-    return dxs[1], dxs[0], *dws, *dbiases, None, None
+    return dxs[1], dxs[0], *dws, *dbiases
 
 
 def _columnwise_inputs(plan: GatedPlan, data: Any, scale: Any) -> list[Quantized]:
@@ -335,14 +391,14 @@ def _columnwise_inputs(plan: GatedPlan, data: Any, scale: Any) -> list[Quantized
     return [Quantized(data, scale, plan.x_columnwise)] * (1 if plan.up is None else 2)
 
 
-def _held_dh(ctx: Any, grad: Tensor | None) -> Tensor | None:
+def _held_dh(state: _State, grad: Tensor | None) -> Tensor | None:
     """Return, once, the gradient of h that the input half of a split backward has computed.
 
     Plain autograd keeps the gradients of gate and up, which are larger, between the halves.
     """
-    if ctx.plan.down.tracing:
+    if state.plan.down.tracing:
         return None
-    held = ctx.__dict__.pop("held", None)
+    held, state.held = state.held, None
     if held is None or held[1] != held[0]._version or held[0] is not grad:
         return None
     dh: Tensor = held[2]
@@ -363,3 +419,11 @@ def _split(saved: Sequence[Tensor], counts: tuple[int, int]) -> list[Sequence[Te
 
 # _GatedMLP.apply without its preparations for functorch, which would refuse it anyway
 _apply_eagerly = super(torch.autograd.Function, _GatedMLP).apply
+
+
+def _plan_anew(x: Tensor, x_again: Tensor | None, *operands: Any) -> GatedPlan:
+    offs, activation, recompute, recipe = operands[6:]
+    return plan_gated(offs, x, operands[:3], operands[3:6], activation, recompute, recipe)
+
+
+repeat = Repeated("FP8GatedMLPBackward", _plan_anew, _gradients_of_node, _forward)

@@ -25,7 +25,7 @@ from ..tensor.weight import BlockwiseFP8Weight
 from .backward import FP8Function, Gradients, given_out, refuse_gradients, run_backward
 from .plan import Plan, autocast_dtype, plan_matmul
 from .products import DENSE, Dense, Grouped, Saved, product_of, saved_of
-from .repeat import RepeatedLinear
+from .repeat import Repeated
 from .saved_weight import SavedWeight, hold_cast
 from .shared_cast import this_thread
 
@@ -85,7 +85,7 @@ def _matmul(
 ) -> Tensor:
     operands = x, w, bias, offs, recipe
     if repeat.table is not None and not is_compiling():
-        known = repeat.matmul(operands)
+        known = repeat.run(operands)
         if known is not None:
             return known
     plan = plan_matmul(x, w, bias, recipe, offs)
@@ -94,8 +94,9 @@ def _matmul(
     if running is not None and not isinstance(x, BlockwiseFP8Tensor):
         cast = running.forms_of(x, offs, plan, _caster(offs))
     elif plan.serves_all and plan.records_forward:
-        repeat.remember(operands, plan, _fprop, _dgrad_and_wgrad)
-        if (known := repeat.matmul(operands)) is not None:
+        of_backward = _dgrad_and_wgrad if plan.records_backward else None
+        known = repeat.remember(operands, plan, _fprop, of_backward)
+        if known is not None:
             return known
     if plan.casts_x:
         x = x.to(plan.out_dtype)
@@ -271,10 +272,11 @@ def _gradients(
         product: the matmul, if :func:`product_of` does not make it.
         saved: ``offs``, data and scale of x, and what ``read`` reads.
         grads: the gradient of y alone, which is removed.
-        asked: which of x, w, the bias and ``offs`` need a gradient.
+        asked: which of x, w and the bias need a gradient; perhaps no word of an absent bias.
     """
     grad: Tensor | None = grads.pop()
-    needs_dx, needs_dw, needs_dbias, _ = asked
+    needs_dx, needs_dw = asked[:2]
+    needs_dbias = len(asked) > 2 and asked[2]
     offs, x_data, x_scale, *weight = saved
     is_own = product is not None
     product = product_of(offs, grad) if product is None else product
@@ -296,6 +298,10 @@ def _gradients(
         w_col = read.columnwise(weight, True)
         dx, dw = _dgrad_and_wgrad(grad, x, w_col, offs, plan)
         return product.finish(dx, dbias, plan)[0], dw, dbias
+    if plan.tracing and not is_own and not plan.saves_x:
+        dx, dw = product.traced_backward(grad, x, read, weight if needs_dx else (), plan)
+        dx, dbias = product.finish(dx, dbias, plan)
+        return dx, dw, dbias
     g_row, g = product.grad_forms(grad, plan, needs_dx, needs_dw)
     del grad  # only its forms are needed
     w_col = read.columnwise(weight, needs_dx)
@@ -309,7 +315,11 @@ def _gradients(
     return dx, dw, dbias
 
 
-repeat = RepeatedLinear(_gradients_of_node)
+repeat = Repeated(
+    "FP8LinearBackward",
+    lambda x, w, bias, offs, recipe: Plan(x, w, bias, recipe, offs),
+    _gradients_of_node,
+)
 
 
 # FP8Linear.apply without its preparations for functorch, which would refuse it anyway

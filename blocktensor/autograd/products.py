@@ -29,10 +29,11 @@ from ..ops.cast.producer import Forms
 from ..ops.formats import BlockFormat, Quantized
 from ..ops.gemm.ops import gemm
 from ..ops.grouped_gemm.ops import grouped_gemm, grouped_gemm_wgrad
+from ..ops.linear import linear_backward, linear_fprop
 from ..ops.scale_layouts import VECTOR_BYTES
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from .plan import Plan
-from .saved_weight import WeightRead, read_weight
+from .saved_weight import SavedWeight, WeightRead, read_weight
 
 Saved: TypeAlias = tuple[Tensor | None, Tensor | None]
 """The saved form of x for wgrad: columnwise data and scale, or x and None, or None and None."""
@@ -54,9 +55,12 @@ class Dense:
     weight: Callable[[Tensor, Plan], WeightRead] = staticmethod(read_weight)
     """Read the weight; see :func:`~.saved_weight.read_weight`."""
 
-    def fprop(self, x: Any, w: Quantized, bias: Tensor | None, plan: Plan) -> Tensor:
-        """Return ``y[M, N] = x wᵀ (+ bias)`` of rowwise forms."""
-        return gemm(x, w, bias, plan.out_dtype, plan.batch_invariant)
+    def fprop(self, x: Any, w: Quantized | Tensor, bias: Tensor | None, plan: Plan) -> Tensor:
+        """Return ``y[M, N] = x wᵀ (+ bias)`` of rowwise forms; a weight may still have to be cast.
+
+        See :data:`~.saved_weight.WeightRead`.
+        """
+        return multiply(x, w, bias, plan.out_dtype, plan)
 
     def output_shape(self, shape: Sequence[int]) -> Sequence[int]:
         """Return the shape of y without its last dimension, for an x of ``shape``."""
@@ -98,6 +102,33 @@ class Dense:
                     f"blocktensor.quantize(grad, Recipe.deepseek())"
                 )
         return x.rowwise() if rowwise else None, x.columnwise() if columnwise else None
+
+    def traced_backward(
+        self, grad: Tensor, x: Quantized | None, read: SavedWeight, saved: Sequence[Tensor], plan: Plan
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return dx and dw by one op, while a compiler traces.
+
+        Args:
+            grad: of y.
+            x: the columnwise form; None if dw is not wanted.
+            read: how forward has read the weight.
+            saved: the tensors that forward saved of the weight; none if dx is not wanted.
+            plan: of the matmul.
+        """
+        w = read.traced_master(saved) if saved else None
+        w_col = read.columnwise(saved, True) if saved and w is None else None
+        return linear_backward(
+            grad,
+            x,
+            w,
+            w_col,
+            self.offs,
+            plan.format,
+            plan.weight_format,
+            plan.x_dtype,
+            plan.w_dtype,
+            plan.w_is_transposed,
+        )
 
     def dgrad(self, g: Any, w: Quantized, plan: Plan) -> Any:
         """Return ``dx[M, K] = g w``, of rowwise g and columnwise w."""
@@ -149,8 +180,11 @@ class Grouped(Dense):
             return None, None
         return quantize_grouped(x, self.offs, rowwise, columnwise)
 
-    def fprop(self, x: Any, w: Quantized, bias: Tensor | None, plan: Plan) -> Tensor:
+    def fprop(self, x: Any, w: Quantized | Tensor, bias: Tensor | None, plan: Plan) -> Tensor:
         """Return ``y[T, N]``."""
+        if isinstance(w, Tensor):
+            how = plan.weight_format, plan.out_dtype, self.tokens, plan.batch_invariant
+            return linear_fprop(x, w, bias, self.offs, *how)
         return grouped_gemm(x, w, self.offs, bias, plan.out_dtype, self.tokens)
 
     def dgrad(self, g: Any, w: Quantized, plan: Plan) -> Any:
@@ -171,6 +205,16 @@ class Grouped(Dense):
 
 
 DENSE = Dense()
+
+
+def multiply(
+    x: Quantized, w: Quantized | Tensor, bias: Tensor | None, out_dtype: torch.dtype, plan: Plan
+) -> Tensor:
+    """Return ``y[M, N] = x wᵀ (+ bias)`` in ``out_dtype``; a plain ``w`` is cast."""
+    if isinstance(w, Tensor):
+        how = plan.weight_format, out_dtype, x.data.shape[0], plan.batch_invariant
+        return linear_fprop(x, w, bias, None, *how)
+    return gemm(x, w, bias, out_dtype, plan.batch_invariant)
 
 
 def product_of(offs: Tensor | None, rows: Tensor | None) -> Dense:

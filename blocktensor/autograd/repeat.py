@@ -1,8 +1,8 @@
-"""Repeat linear layers whose plans are known: ``Matmul`` of ``player.cpp``.
+"""Repeat layers whose plans are known: ``Layer`` of ``player.cpp``.
 
 Python runs the first call of a kind. Later calls find its plan by everything that a plan depends
-on, call the recorded sequences of both directions, and get a node in the autograd graph that is
-made in C++. A call that is not known, or not usual, goes to Python again.
+on, run the recorded sequences of both directions, and get a node in the autograd graph that is made
+in C++. A call that is not known, or not usual, goes to Python again.
 """
 
 from __future__ import annotations
@@ -19,57 +19,89 @@ from ..ops.runtime.specialize import MAX_KEYS, Sequence
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
 from . import shared_cast
-from .plan import Plan
 from .saved_weight import hold_cast, read_weight
 
 Operands = tuple[Any, ...]
-"""x, w, the bias, ``offs`` and the recipe."""
+"""The input, weights, and all else that a layer gets."""
 
 
-class RepeatedLinear:
-    """The calls of linear layers that are known.
+class Repeated:
+    """The calls of one kind of layer that are known.
 
     Args:
-        gradients: given a plan, the weight that forward has read, the saved tensors, a list of the
-            gradient of y, and which inputs need a gradient, returns their gradients.
+        name: of the nodes in the autograd graph.
+        plan: makes a plan of the operands.
+        gradients: given a plan, the state of its forward, a list of the saved tensors, a list of
+            the gradient of y, and which operands need a gradient, returns their gradients.
+        forward: given a plan and the operands, returns y, the tensors to save and a state. Without
+            it, the layer is a linear layer: its operands are x, w, the bias, ``offs`` and the
+            recipe, its sequences are given to :meth:`remember`, and its state is how forward has
+            read the weight.
 
     Attributes:
-        table: the ``Matmul`` of ``player.cpp``; None before the first call that may be repeated.
+        table: the ``Layer`` of ``player.cpp``; None before the first call that may be repeated.
     """
 
-    __slots__ = ("_gradients", "table")
+    __slots__ = ("_forward", "_gradients", "_name", "_plan", "table")
 
-    def __init__(self, gradients: Callable[..., Any]) -> None:
-        self._gradients = gradients
+    def __init__(
+        self,
+        name: str,
+        plan: Callable[..., Any],
+        gradients: Callable[..., Any],
+        forward: Callable[..., Any] | None = None,
+    ) -> None:
+        self._name, self._plan = name, plan
+        self._gradients, self._forward = gradients, forward
         self.table: Any = None
+        REPEATED.append(self)
 
-    def matmul(self, operands: Operands) -> Tensor | None:
+    def run(self, operands: Operands) -> Tensor | None:
         """Return y, with its node in the graph; None if Python must compute it."""
         if self.table is None:
             return None
-        if check_recordings.ENABLED:
-            plan, (x, w, bias, offs, recipe) = self.table.plan(operands), operands
-            if plan is not None:
-                check_recordings.check_plan(plan, Plan(x, w, bias, recipe, offs))
+        if check_recordings.ENABLED and (plan := self.table.plan(operands)) is not None:
+            check_recordings.check_plan(plan, self._plan(*operands))
         y = self.table(*operands)
         return None if y is NotImplemented else y
 
-    def remember(self, operands: Operands, plan: Plan, fprop: Sequence, backward: Sequence) -> None:
-        """Repeat calls with operands of this kind from now on; without a compiler, do nothing."""
+    def remember(
+        self,
+        operands: Operands,
+        plan: Any,
+        fprop: Sequence | None = None,
+        backward: Sequence | None = None,
+    ) -> Tensor | None:
+        """Repeat calls with operands of this kind from now on, and run this one.
+
+        Args:
+            operands, plan: of the call.
+            fprop, backward: the sequences of a linear layer, if its plan has them recorded.
+
+        Returns:
+            As :meth:`run`; None without a compiler.
+        """
         player = build_player.player()
         if player is None:
-            return
+            return None
         if self.table is None:
-            self.table = player.Matmul(
+            self.table = player.Layer(
+                self._name,
+                MAX_KEYS,
                 BlockwiseFP8Weight,
                 BlockwiseFP8Tensor,
-                Quantized,
-                hold_cast,
-                read_weight,
+                self._forward,
                 self._gradients,
                 of_launches,
                 shared_cast.this_thread,
-                MAX_KEYS,
+                Quantized,
+                hold_cast,
+                read_weight,
             )
-        of_backward = backward.table.table_of(player) if plan.records_backward else None
-        self.table.put(operands, plan, fprop.table.table_of(player), of_backward)
+        tables = [x and x.table.table_of(player) for x in (fprop, backward)]
+        self.table.put(operands, plan, *tables)
+        return self.run(operands)
+
+
+REPEATED: list[Repeated] = []
+"""All kinds of layers that are repeated."""

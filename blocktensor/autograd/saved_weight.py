@@ -74,6 +74,12 @@ class SavedWeight:
             self.cast.waiting = None
         return made
 
+    def traced_master(self, saved: Sequence[Tensor]) -> Tensor | None:
+        """Return the weight in high precision, if a compiler traces a backward that casts it."""
+        if not self.plan.tracing or not isinstance(saved[0], BlockwiseFP8Weight):
+            return None
+        return saved[0]._cast_from
+
     def _columnwise(self, saved: Sequence[Tensor]) -> Quantized:
         cast, (w, *_), format = self.cast, saved, self.plan.weight_format
         if isinstance(cast, GatheredCast):
@@ -93,18 +99,25 @@ class SavedWeight:
         return operand_of_weight(w, format).need_columnwise()
 
 
-WeightRead: TypeAlias = tuple[Quantized, Sequence[Tensor], SavedWeight]
-"""The rowwise form of a weight, the tensors to save for dgrad, and how backward reads them."""
+WeightRead: TypeAlias = tuple[Quantized | Tensor, Sequence[Tensor], SavedWeight]
+"""What fprop reads of a weight, the tensors to save for dgrad, and how backward reads them.
+
+fprop reads the rowwise form. While a compiler traces, it may read the weight in high precision, and
+cast it by the op that multiplies.
+"""
 
 
 def read_weight(w: Tensor, plan: Plan) -> WeightRead:
     """Read a weight in a forward."""
     needs_dx = plan.needs[0]
+    w_row: Quantized | Tensor
     if isinstance(w, BlockwiseFP8Weight):
         read = SavedWeight(plan, cache=w.cache)
         if needs_dx and not plan.tracing:
             (row, col), read.cast = w.cache.get_for_backward(w)
             w_row = (col if w.transposed else row) or Operand(col, row).need_rowwise()
+        elif plan.tracing and not w.transposed:
+            w_row = w._cast_from
         else:
             w_row = w.rowwise()
         return w_row, (w,) if needs_dx else (), read

@@ -49,8 +49,9 @@ def op(
         backend: returns the backend whose function of the op's name runs the call.
         check: raises if arguments do not fit.
         decide: instead of ``backend``, returns the function that runs calls of this kind.
-        formats: returns the formats of the results, nested like the results; by default, the i-th
-            result has the i-th format among the arguments, or the last one.
+        formats: returns the formats of the results, nested like the results, with ``Tensor`` for a
+            plain tensor and None for no result; by default, the i-th result has the i-th format
+            among the arguments, or the last one.
         flops: returns the FLOPs; it gets shapes in place of tensors.
     """
 
@@ -169,7 +170,7 @@ class _Schema:
         self.text = f"({', '.join(self._parameters())}) -> {self._results()}"
 
     def _parameters(self) -> list[str]:
-        operands = [*self._kinds.values()].count(Quantized)
+        operands = sum(_is_cast(kind) for kind in self._kinds.values())
         listed: list[str] = []
         has_default = True  # all later parameters have defaults, too
         for name, kind in reversed(self._kinds.items()):
@@ -177,8 +178,10 @@ class _Schema:
             has_default = has_default and isinstance(default, (bool, NoneType))
             if kind is Quantized and operands == 1:
                 listed.append("Tensor data, Tensor scale, str format")
-            elif kind is Quantized:
-                listed.append(f"Tensor {name}, Tensor {name}_scale, str {name}_format")
+            elif _is_cast(kind):
+                mark = "?" * (kind is not Quantized)
+                parts = f"Tensor{mark} {name}", f"Tensor{mark} {name}_scale"
+                listed.append(f"{', '.join(parts)}, str{mark} {name}_format")
             else:
                 optional = NoneType in get_args(kind)
                 if optional:
@@ -196,7 +199,7 @@ class _Schema:
         made = ""
         for kind in self._kinds.values():
             kinds = (kind, *get_args(kind))
-            made += "qqo" if kind is Quantized else "t" if Tensor in kinds else "oi"[int in kinds]
+            made += "qqo" if _is_cast(kind) else "t" if Tensor in kinds else "oi"[int in kinds]
         return made
 
     def _results(self) -> str:
@@ -215,8 +218,11 @@ class _Schema:
         """Return the arguments of the registered op; a format that is the default becomes None."""
         flat: list[Any] = []
         before: BlockFormat | None = None  # what a default of None stands for
-        for default, x in zip(self._defaults.values(), args, strict=True):
-            if isinstance(x, Quantized):
+        kinds = self._kinds.values()
+        for kind, default, x in zip(kinds, self._defaults.values(), args, strict=True):
+            if x is None and _is_cast(kind):
+                flat += [None, None, None]
+            elif isinstance(x, Quantized):
                 flat += [x.data, x.scale, x.format.name]
             elif isinstance(x, BlockFormat):
                 flat.append(None if default is None and x is before else x.name)
@@ -235,9 +241,10 @@ class _Schema:
         given, made = [], []
         for name, kind in self._kinds.items():
             default = "" if self._defaults[name] is inspect.Parameter.empty else f"={name}"
-            if kind is Quantized:
+            if _is_cast(kind):
                 given += [f"{name}, {name}_scale, {name}_format"]
-                made.append(f"Quantized({name}, {name}_scale, named({name}_format))")
+                form = f"Quantized({name}, {name}_scale, named({name}_format))"
+                made.append(form if kind is Quantized else f"{name} if {name} is None else {form}")
             else:
                 given.append(f"{name}{default}")
                 is_format = BlockFormat in (kind, *get_args(kind))
@@ -250,7 +257,7 @@ class _Schema:
         """A function that converts the declared function's result to the registered op's."""
         if self._returned in (Tensor, Quantized):
             return lambda made: made if isinstance(made, Tensor) else made[:2]
-        return lambda made: [x for form in _forms(made) for x in form[:2]]
+        return lambda made: [*_tensors(made)]
 
     def formats_of_arguments(self, *args: Any) -> Any:
         """Return the format of the i-th result: the i-th one among the arguments, or the last."""
@@ -261,18 +268,28 @@ class _Schema:
         return tuple(formats[min(i, len(formats) - 1)] for i in range(len(self._parts)))
 
 
-def _forms(made: Any) -> Iterator[Quantized]:
-    if isinstance(made, Quantized):
+def _is_cast(kind: Any) -> bool:
+    """Return True for a parameter that is a :class:`Quantized`, or may be one."""
+    return Quantized in (kind, *get_args(kind))
+
+
+def _tensors(made: Any) -> Iterator[Tensor]:
+    """Yield the tensors of a result, which may have parts that are absent."""
+    if isinstance(made, Tensor):
         yield made
+    elif isinstance(made, Quantized):
+        yield from made[:2]
     elif made is not None:
         for part in made:
-            yield from _forms(part)
+            yield from _tensors(part)
 
 
 def _formed(formats: Any, tensors: Iterator[Tensor]) -> Any:
-    """Return results, nested like ``formats``, built from data and scales."""
+    """Return results, nested like ``formats``, built from data and scales or plain tensors."""
     if formats is None:
         return None
+    if formats is Tensor:
+        return next(tensors)
     if isinstance(formats, BlockFormat):
         return Quantized(next(tensors), next(tensors), formats)
     parts = [_formed(part, tensors) for part in formats]

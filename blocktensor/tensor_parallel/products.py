@@ -28,7 +28,7 @@ from torch import Tensor
 from ..autograd.backward import given_out
 from ..autograd.linear import FP8Linear
 from ..autograd.plan import Plan, plan_matmul
-from ..autograd.products import Dense, Saved, saved_of, sum_rows
+from ..autograd.products import Dense, Saved, multiply, saved_of, sum_rows
 from ..autograd.saved_weight import WeightRead
 from ..ops.cast.ops import quantize_columnwise
 from ..ops.formats import BlockFormat, Quantized
@@ -124,7 +124,7 @@ class Colwise(_Parallel):
         row, col = self.forms(x, plan.format, plan.x_columnwise if in_fp8 else None)
         return row, (x, None) if saves_tokens and not plan.saves_x else saved_of(x, col, plan)
 
-    def fprop(self, x: Any, w: Quantized, bias: Tensor | None, plan: Plan) -> Tensor:
+    def fprop(self, x: Any, w: Quantized | Tensor, bias: Tensor | None, plan: Plan) -> Tensor:
         """Return this rank's columns of y for all tokens."""
         if bias is not None and self.front:
             bias = F.pad(bias, (self.front, 0))
@@ -183,10 +183,10 @@ class Rowwise(_Parallel):
         x_row, x_col = self.forms(behind, plan.format, plan.x_columnwise)
         return x_row, saved_of(x, x_col, plan)
 
-    def fprop(self, x: Any, w: Quantized, bias: Tensor | None, plan: Plan) -> Tensor:
+    def fprop(self, x: Any, w: Quantized | Tensor, bias: Tensor | None, plan: Plan) -> Tensor:
         """Return the sum over all ranks, for this rank's tokens or for all tokens."""
         wire = self.reduction.wire(plan.out_dtype)
-        partial = gemm(x, w, None, wire, plan.batch_invariant)
+        partial = multiply(x, w, None, wire, plan)
         if self.tokens is None:
             y = self.reduction.all_reduce(partial).wait()
         else:

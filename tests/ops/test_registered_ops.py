@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import typing
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 from blocktensor.ops import formats, reference
+from blocktensor.ops import linear as linear_ops
 from blocktensor.ops.cast import ops as cast_ops
 from blocktensor.ops.cast.ops import quantize_rowwise
 from blocktensor.ops.formats import (
@@ -21,6 +23,7 @@ from blocktensor.ops.formats import (
     BLOCKS_1X128_POW2,
     BLOCKS_128X128,
     BLOCKS_128X128_POW2,
+    Quantized,
 )
 from blocktensor.ops.gemm import ops as gemm_ops
 from blocktensor.ops.gemm.ops import gemm
@@ -103,6 +106,38 @@ def producer_samples(shape: tuple[int, int], rng: Generator) -> Samples:
     }
 
 
+def linear_samples(shape: tuple[int, int], rng: Generator) -> Samples:
+    (m, k), n, offs = shape, 129, grouped(shape[0])
+    row, square, bf16 = BLOCKS_1X128, BLOCKS_128X128, torch.bfloat16
+    x, grad = (values("normal", m, c, bf16, rng) for c in (k, n))
+    w, bias = values("normal", n, k, bf16, rng), torch.randn(n, generator=rng)
+    experts, biases = torch.stack([w, -w, w * 2]), torch.randn(3, n, generator=rng)
+    x_row, x_col = cast_ops.quantize_forms(x, row, square)
+    x_in_groups = cast_ops.quantize_grouped(x, offs, row, row)
+    w_col = cast_ops.quantize_transpose(w, square)
+    experts_col = cast_ops.quantize_transpose(experts, square)
+    how = row, square, torch.float32, bf16
+    return {
+        "linear_fprop": (x_row, w, bias, None, square, torch.float32, m, False),
+        "linear_fprop of experts": (x_in_groups[0], experts, biases, offs, square, bf16, m, False),
+        "linear_backward": (grad, x_col, w, None, None, *how, False),
+        "linear_backward of a cast weight": (grad, x_col, None, w_col, None, *how, False),
+        "linear_backward of the input": (grad, None, w, None, None, *how, False),
+        "linear_backward of the weight": (grad, x_col, None, None, None, *how, False),
+        "linear_backward of three dimensions": (grad[None], x_col, w, None, None, *how, False),
+        "linear_backward of experts": (grad, x_in_groups[1], experts, None, offs, *how, False),
+        "linear_backward of experts [K, N]": (
+            grad,
+            x_in_groups[1],
+            None,
+            experts_col,
+            offs,
+            *how,
+            True,
+        ),
+    }
+
+
 def grouped(rows: int) -> Tensor:
     """The ends of three groups, of which one is empty; the last row belongs to none."""
     return ends(rows // 3, 0, max(rows - rows // 3 - 1, 0))
@@ -111,16 +146,30 @@ def grouped(rows: int) -> Tensor:
 def samples(shape: tuple[int, int]) -> Samples:
     """The arguments of the functions, by a label: the op's name, and what is special."""
     made: Samples = {}
-    for of in (cast_samples, gemm_samples, grouped_samples, producer_samples):
+    for of in (cast_samples, gemm_samples, grouped_samples, producer_samples, linear_samples):
         made |= of(shape, Generator().manual_seed(0))
     return made
 
 
 def op_samples(label: str, shape: tuple[int, int]) -> tuple[Any, ...]:
     """The arguments of a registered op: a format goes by its name, ``Quantized`` as three."""
-    flat = tree_leaves(samples(shape)[label])
+    args, kinds = samples(shape)[label], typing.get_type_hints(public(label)).values()
+    flat: list[Any] = []
+    for x, kind in zip(args, kinds, strict=False):  # without the type of the result
+        absent = x is None and Quantized in typing.get_args(kind)
+        flat += [None] * 3 if absent else tree_leaves(x)
     return tuple(x.name if isinstance(x, formats.BlockFormat) else x for x in flat)
 
+
+LINEAR_PRODUCTS = {
+    "linear_fprop": 1,
+    "linear_fprop of experts": 1,
+    "linear_backward": 2,
+    "linear_backward of the input": 1,
+    "linear_backward of the weight": 1,
+    "linear_backward of three dimensions": 2,
+    "linear_backward of experts [K, N]": 2,
+}
 
 LABELS = tuple(samples((1, 1)))
 every_op = pytest.mark.parametrize("label", LABELS)
@@ -134,7 +183,7 @@ def op_of(label: str) -> Any:
 def public(label: str) -> Callable[..., Any]:
     """The function of the package."""
     name = label.split()[0]
-    modules = (cast_ops, gemm_ops, grouped_gemm_ops, producer_ops)
+    modules = (cast_ops, gemm_ops, grouped_gemm_ops, producer_ops, linear_ops)
     function: Callable[..., Any] = next(vars(m)[name] for m in modules if name in vars(m))
     return function
 
@@ -239,6 +288,13 @@ def test_flops_of_products_are_counted(label: str, shape: tuple[int, int]) -> No
     with FlopCounterMode(display=False) as counter:
         public(label)(*samples(shape)[label])
     assert counter.get_total_flops() == 2 * math.prod(shape) * 129
+
+
+@pytest.mark.parametrize(("label", "products"), LINEAR_PRODUCTS.items())
+def test_flops_of_linear_layers_are_counted(label: str, products: int) -> None:
+    with FlopCounterMode(display=False) as counter:
+        public(label)(*samples((130, 300))[label])
+    assert counter.get_total_flops() == products * 2 * 130 * 300 * 129
 
 
 @pytest.mark.parametrize("label", ["gemm", "grouped_gemm"])

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from blocktensor.autograd import linear, plan
+from blocktensor.autograd import plan
+from blocktensor.autograd.repeat import REPEATED
 from blocktensor.ops import devices, reference
 from blocktensor.ops.gemm import choose_backend
 from blocktensor.ops.op import OPS
@@ -20,7 +21,8 @@ from blocktensor.ops.runtime.specialize import GEMM_VARIABLE, _PlainTable
 def decide_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """Empty tables of decisions for this test, which the next test does not see."""
     monkeypatch.setattr(plan._PLANS, "_found", {})
-    monkeypatch.setattr(linear.repeat, "table", None)
+    for layer in REPEATED:
+        monkeypatch.setattr(layer, "table", None)
     for table in OPS.values():
         monkeypatch.setattr(table, "_table", _PlainTable(table._first))
 

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from blocktensor import Recipe
-from blocktensor.autograd import linear, plan
+from blocktensor.autograd import plan
+from blocktensor.autograd.repeat import REPEATED, Repeated
 from blocktensor.ops import reference
 from blocktensor.ops.runtime import build_player
 from tests.support.backends import replace_op
@@ -40,9 +41,10 @@ def run_linears(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if not has_gpu:
         monkeypatch.setattr(build_player, "player", lambda: found)
     elif way != "repeated":
-        monkeypatch.setattr(linear.RepeatedLinear, "remember", lambda *_: None)
+        monkeypatch.setattr(Repeated, "remember", lambda *_: None)
     monkeypatch.setattr(plan._PLANS, "_found", {})
-    monkeypatch.setattr(linear.repeat, "table", None)
+    for layer in REPEATED:
+        monkeypatch.setattr(layer, "table", None)
 
 
 @pytest.fixture(params=WAYS)

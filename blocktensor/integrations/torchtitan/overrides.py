@@ -59,7 +59,7 @@ class BlockwiseFP8SelectiveAC(SelectiveAC):
     """torchtitan's ``SelectiveAC``, which counts products in FP8 among the matrix products.
 
     torchtitan's policy goes by ops: it saves the results of ``aten.mm``, all but every second, and
-    does not know ``blocktensor::gemm``. Here the results of every second product, in FP8 or not,
+    does not know ``blocktensor::gemm`` and ``blocktensor::linear_fprop``. Here the results of every second product, in FP8 or not,
     are saved; casts are made again. Products of experts are computed again, as torchtitan does in
     high precision.
     """
@@ -81,11 +81,15 @@ class BlockwiseFP8SelectiveAC(SelectiveAC):
         return block
 
 
+_PRODUCTS = (torch.ops.blocktensor.gemm.default, torch.ops.blocktensor.linear_fprop.default)
+"""The products of forwards: op by op, and in compiled graphs."""
+
+
 def _gemm_as_linear(policy: Callable[..., Any]) -> Callable[..., Any]:
     """Make a checkpointing policy decide about FP8 products as about ``aten.linear``."""
 
     def of_both(context: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
-        if op is torch.ops.blocktensor.gemm.default:
+        if op in _PRODUCTS:
             x, _, _, weight, *_ = args  # without scales and formats
             return policy(context, torch.ops.aten.linear.default, x, weight)
         return policy(context, op, *args, **kwargs)

@@ -64,11 +64,22 @@ def check_plan(found: Any, anew: Any) -> None:
         RuntimeError: they differ.
     """
     compared["plans"] += 1
-    of_found, of_anew = vars(found), vars(anew)
+    of_found, of_anew = _facts(found), _facts(anew)
     names = [name for name in of_found if of_found[name] != of_anew[name]]
     if names:
         differences = [f"{name}: {of_found[name]}, anew {of_anew[name]}" for name in names]
         raise RuntimeError(_report("a plan that is repeated", "; ".join(differences)))
+
+
+def _facts(plan: Any) -> dict[str, Any]:
+    """Return the attributes of a plan by name, and the attributes of the plans that it holds."""
+    if not isinstance(plan, tuple):
+        return vars(plan)
+    made = {}
+    for name, x in plan._asdict().items():  # type: ignore[attr-defined]
+        inner = vars(x) if hasattr(x, "__dict__") else None  # a plan, or a format
+        made |= {name: x} if inner is None else {f"{name}.{k}": v for k, v in inner.items()}
+    return made
 
 
 @contextmanager

@@ -2,7 +2,8 @@
 //
 //   Table    calls of a function: finds the recording of a call by the layouts of all its
 //            arguments, allocates, and launches
-//   Matmul   a linear layer with its node in the autograd graph, from two such functions
+//   Layer    a linear layer, or a function that contains several, with its node in the autograd
+//            graph
 //   Kernel   a registered op, for compiled graphs, which call no Python
 //
 // A call that is not known goes to Python, which records it (record.py). Nothing here knows an op.
@@ -797,17 +798,21 @@ NodePointer owned(T* node) {
   }
 }
 
-// Call a Python function; the GIL is held.
-template <class... Args>
-py::object called(const py::object& function, const Args&... args) {
-  PyObject* given[] = {args.ptr()...};
-  PyObject* made = PyObject_Vectorcall(function.ptr(), given, sizeof...(args), nullptr);
+// Return what a call of Python returned, or throw what it raised.
+py::object returned(PyObject* made) {
   if (!made) {
     python_error error;
     error.persist();
     throw error;
   }
   return py::reinterpret_steal<py::object>(made);
+}
+
+// Call a Python function; the GIL is held.
+template <class... Args>
+py::object called(const py::object& function, const Args&... args) {
+  PyObject* given[] = {args.ptr()...};
+  return returned(PyObject_Vectorcall(function.ptr(), given, sizeof...(args), nullptr));
 }
 
 py::object wrapped(const at::Tensor& x) {
@@ -839,16 +844,28 @@ struct WithoutOverrides {
   }
 };
 
-// The functions and types of autograd/repeat.py, which all linear layers share.
+// The functions and types of autograd/repeat.py, which all calls of a kind of layer share.
 struct Functions {
+  std::string name;       // of the node
   py::object weight;      // the type of trainable weights
   py::object frozen;      // the type of frozen and of gathered ones
-  py::object quantized;   // the type of casts
-  py::object hold_cast;   // (w, plan, columnwise) -> (tensors to save, read)
-  py::object read_weight;  // (w, plan) -> (rowwise form, tensors to save, read)
-  py::object gradients;   // (plan, read, saved, grads, asked) -> gradients of x, w, bias
+  py::object forward;     // (plan, *operands) -> (y, tensors to save, state); None: linear layers
+  py::object gradients;   // (plan, state, saved, grads, asked) -> gradients of the operands
   py::object thread;      // state of the calling thread (launch.py): whether ops are watched
   py::object sharing;     // state of the calling thread (shared_cast.py): the run that shares casts
+  // of linear layers
+  py::object quantized;   // the type of casts
+  py::object hold_cast;   // (w, plan, columnwise) -> (tensors to save, state)
+  py::object read_weight;  // (w, plan) -> (rowwise form, tensors to save, state)
+
+  bool is_linear() const {
+    return forward.is_none();
+  }
+
+  bool is_weight(PyObject* x) const {
+    auto* type = reinterpret_cast<PyObject*>(Py_TYPE(x));
+    return type == weight.ptr() || type == frozen.ptr();
+  }
 
   // Return true in surroundings that Python refuses, or handles by itself.
   bool is_special() const {
@@ -870,13 +887,13 @@ struct Functions {
   }
 };
 
-struct Plan {  // Plan of autograd/plan.py, as far as it is read here
+struct Plan {  // Plan of autograd/plan.py, as far as it is read here; only `plan` if not linear
   py::object plan;
   py::object fprop;     // (x, None, w, bias, offs, plan) -> (y, columnwise x, columnwise w)
   py::object backward;  // (grad, x, w, offs, plan) -> (dx, dw); or None: call `gradients`
   py::object columnwise;  // the format of x that wgrad reads; None if it reads none
-  bool casts_x, casts_weight, saves_x;
-  at::ScalarType dtype;  // of y
+  bool casts_x = false, casts_weight = false, saves_x = false;
+  at::ScalarType dtype{};  // of y
 };
 
 bool is_plain(const at::Tensor& x) {
@@ -909,28 +926,28 @@ class Saved {
   SavedVariable variable_;
 };
 
-struct FP8LinearBackward : Node {
+struct FP8Backward : Node {
   std::shared_ptr<const Functions> functions;
   std::shared_ptr<const Plan> plan;
-  py::object read;  // SavedWeight: the form of the weight that this forward has read
+  py::object state;  // of a linear layer: SavedWeight, how this forward has read the weight
   std::vector<int64_t> x_sizes;
-  std::vector<Saved> saved;  // offs, data and scale of x, and what `read` reads
-  bool has_bias = false, releases = false;
+  std::vector<Saved> saved;  // of a linear layer: offs, data and scale of x, and of the weight
+  bool releases = false;
 
-  ~FP8LinearBackward() override {
+  ~FP8Backward() override {
     if (!Py_IsInitialized()) {
-      read.release();
+      state.release();
       return;
     }
     pybind11::gil_scoped_acquire gil;
-    read = py::object();
+    state = py::object();
     functions.reset();
     plan.reset();
     saved.clear();
   }
 
   std::string name() const override {
-    return "FP8LinearBackward";
+    return functions->name;
   }
 
   void release_variables() override {
@@ -955,13 +972,14 @@ struct FP8LinearBackward : Node {
     if (releases) {
       release_variables();
     }
-    bool asked[3] = {};
-    for (size_t i = 0; i < (has_bias ? 3 : 2); ++i) {
-      asked[i] = task_should_compute_output(i);
+    std::vector<bool> asked;
+    for (size_t i = 0; i < num_outputs(); ++i) {
+      asked.push_back(next_edge(i).is_valid() && task_should_compute_output(i));
     }
-    bool is_usual = grad.defined() && asked[0] && asked[1] && !asked[2] &&
-        !plan->backward.is_none() && !at::GradMode::is_enabled() && is_plain(grad) &&
-        values.size() == 4 && !functions->is_special();
+    bool is_usual = functions->is_linear() && grad.defined() && asked.size() > 1 && asked[0] &&
+        asked[1] && !(asked.size() > 2 && asked[2]) && !plan->backward.is_none() &&
+        !at::GradMode::is_enabled() && is_plain(grad) && values.size() == 4 &&
+        !functions->is_special();
     py::object made;
     if (is_usual) {
       py::object w = wrapped(values[3]);
@@ -974,7 +992,7 @@ struct FP8LinearBackward : Node {
       made = gradients(std::move(grad), std::move(values), asked);
     }
     variable_list found;
-    for (size_t i = 0; i < (has_bias ? 3 : 2); ++i) {
+    for (size_t i = 0; i < asked.size(); ++i) {
       found.push_back(i < size_t(PyTuple_GET_SIZE(made.ptr())) ? tensor_or_none(item(made, i))
                                                               : at::Tensor());
     }
@@ -996,18 +1014,13 @@ struct FP8LinearBackward : Node {
     py::object x = form(values[1], values[2], plan->columnwise);
     py::object weights = py::reinterpret_steal<py::object>(PyTuple_Pack(1, w.ptr()));
     static PyObject* columnwise = PyUnicode_InternFromString("columnwise");
-    PyObject* given[] = {read.ptr(), weights.ptr(), Py_True};
-    auto w_col = py::reinterpret_steal<py::object>(
-        PyObject_VectorcallMethod(columnwise, given, 3, nullptr));
-    if (!w_col) {
-      python_error error;
-      error.persist();
-      throw error;
-    }
+    PyObject* given[] = {state.ptr(), weights.ptr(), Py_True};
+    auto w_col = returned(PyObject_VectorcallMethod(columnwise, given, 3, nullptr));
     return called(plan->backward, wrapped(grad), x, w_col, wrapped(values[0]), plan->plan);
   }
 
-  py::object gradients(at::Tensor grad, variable_list values, const bool* asked) const {
+  py::object gradients(
+      at::Tensor grad, variable_list values, const std::vector<bool>& asked) const {
     py::list saved_list, grads;
     for (auto& each : values) {
       saved_list.append(wrapped(each));
@@ -1016,11 +1029,10 @@ struct FP8LinearBackward : Node {
     grads.append(wrapped(grad));
     grad.reset();  // Python frees it as soon as it is cast
     py::list wanted;
-    for (size_t i = 0; i < 3; ++i) {
-      wanted.append(py::bool_(asked[i]));
+    for (bool each : asked) {
+      wanted.append(py::bool_(each));
     }
-    wanted.append(py::bool_(false));
-    return called(functions->gradients, plan->plan, read, saved_list, grads, wanted);
+    return called(functions->gradients, plan->plan, state, saved_list, grads, wanted);
   }
 
   py::object form(const at::Tensor& data, const at::Tensor& scale, const py::object& format) const {
@@ -1035,87 +1047,125 @@ struct FP8LinearBackward : Node {
   }
 };
 
-struct Matmul {
+struct Layer {
   PyObject_HEAD
   vectorcallfunc call;
   std::shared_ptr<const Functions>* functions;
   Known<std::shared_ptr<const Plan>>* plans;
 };
 
-// The operands of a linear layer. Return false if Python must run it.
+// The operands of a call: tensors, weights, and other objects. The first is the input.
 struct Operands {
-  PyObject *x_object, *w_object, *bias_object, *offs_object;
-  at::Tensor x, w, bias, offs;
+  c10::SmallVector<at::Tensor, 12> tensors;  // not defined where an operand is no tensor
   bool needs_graph = false;
 
-  bool read(PyObject* const* args, const Functions& functions, Call& call) {
-    x_object = args[0], w_object = args[1], bias_object = args[2], offs_object = args[3];
-    auto* type = reinterpret_cast<PyObject*>(Py_TYPE(w_object));
-    bool is_fp8 = type == functions.weight.ptr() || type == functions.frozen.ptr();
-    if (!is_fp8 || !THPVariable_CheckExact(x_object) || functions.is_special()) {
+  // Return false if Python must run the call.
+  bool read(PyObject* const* args, size_t count, const Functions& functions, Call& call) {
+    if (count == 0 || !THPVariable_CheckExact(args[0]) || functions.is_special()) {
       return false;
     }
-    x = THPVariable_Unpack(x_object);
-    w = THPVariable_Unpack(w_object);
-    for (auto [object, tensor] : {std::pair(bias_object, &bias), std::pair(offs_object, &offs)}) {
-      if (object != Py_None) {
-        if (!THPVariable_CheckExact(object)) {
+    c10::SmallVector<PyObject*, 12> others;  // without the weights
+    for (size_t i = 0; i < count; ++i) {
+      bool is_weight = functions.is_weight(args[i]);
+      if (!is_weight && is_tensor(args[i]) && !THPVariable_CheckExact(args[i])) {
+        return false;
+      }
+      others.push_back(is_weight ? Py_None : args[i]);
+      tensors.push_back(is_tensor(args[i]) ? THPVariable_Unpack(args[i]) : at::Tensor());
+    }
+    if (!is_plain(tensors[0]) || tensors[0].dim() == 0 || !call.read(others.data(), count)) {
+      return false;
+    }
+    bool has_weight = false, has_graph = at::GradMode::is_enabled();
+    Word flags = has_graph;
+    for (size_t i = 0; i < count; ++i) {
+      const auto& each = tensors[i];
+      bool requires_grad = each.defined() && each.requires_grad();
+      needs_graph |= has_graph && requires_grad;
+      flags = flags << 1 | requires_grad;
+      if (each.defined() && each._fw_grad(0).defined()) {
+        return false;
+      }
+      if (functions.is_weight(args[i])) {
+        has_weight = true;
+        if (!add_weight(args[i], each, call)) {
           return false;
         }
-        *tensor = THPVariable_Unpack(object);
       }
     }
-    if (!is_plain(x) || x.dim() == 0) {
-      return false;
-    }
-    PyObject* given[] = {x_object, bias_object, offs_object, args[4]};
-    if (!call.read(given, 4)) {
-      return false;
-    }
+    auto device = tensors[0].device().type();
+    bool is_autocast = at::autocast::is_autocast_enabled(device);
+    call.words.append(
+        {flags, is_autocast ? Word(at::autocast::get_autocast_dtype(device)) : -1});
+    return has_weight;
+  }
+
+  static bool add_weight(PyObject* object, const at::Tensor& w, Call& call) {
     static PyObject* kind_name = PyUnicode_InternFromString("kind");
-    auto kind = py::reinterpret_steal<py::object>(PyObject_GetAttr(w_object, kind_name));
+    auto kind = py::reinterpret_steal<py::object>(PyObject_GetAttr(object, kind_name));
     if (!kind) {
       throw python_error();
     }
     if (kind.is_none()) {
       return false;
     }
-    call.add_object(type);
+    call.add_object(reinterpret_cast<PyObject*>(Py_TYPE(object)));
     call.add_object(kind.ptr());  // held by all weights of this kind
+    call.words.push_back(
+        Word(w.dim()) | Word(w.scalar_type()) << 8 | Word(w.device().type()) << 24 |
+        Word(w.device().index()) << 32);
     call.words.append(w.sizes().begin(), w.sizes().end());
     call.words.append(w.strides().begin(), w.strides().end());
-    bool has_graph = at::GradMode::is_enabled();
-    Word flags = has_graph;
-    for (const auto* each : {&x, &w, &bias}) {
-      bool requires_grad = each->defined() && each->requires_grad();
-      needs_graph |= has_graph && requires_grad;
-      flags = flags << 1 | requires_grad;
-      if (each->defined() && each->_fw_grad(0).defined()) {
-        return false;
-      }
-    }
-    auto device = x.device().type();
-    bool is_autocast = at::autocast::is_autocast_enabled(device);
-    call.words.append(
-        {flags, Word(w.dim()) | Word(w.scalar_type()) << 8 | Word(w.device().type()) << 24 |
-             Word(w.device().index()) << 32,
-         is_autocast ? Word(at::autocast::get_autocast_dtype(device)) : -1});
     return true;
+  }
+
+  // Return the edges of the node up to the last operand that may have a gradient.
+  torch::autograd::edge_list edges() const {
+    torch::autograd::edge_list made;
+    size_t count = tensors.size();
+    while (count && !(tensors[count - 1].defined() && tensors[count - 1].is_floating_point())) {
+      --count;
+    }
+    for (size_t i = 0; i < count; ++i) {
+      made.push_back(
+          tensors[i].defined() ? torch::autograd::impl::gradient_edge(tensors[i])
+                               : torch::autograd::Edge());
+    }
+    return made;
   }
 };
 
-// The output of a linear layer, before it has a node, and what backward needs.
+// The output of a layer, before it has a node, and what backward needs.
 struct Forward {
   at::Tensor y;
   variable_list saved;
-  py::object read;
+  py::object state;
 
-  Forward(const Functions& functions, const Plan& plan, const at::Tensor& x, const Operands& of) {
+  Forward(
+      const Functions& functions, const Plan& plan, PyObject* const* args, size_t count,
+      const Operands& of) {
     at::AutoGradMode no_grad(false);
     WithoutOverrides without;
-    auto w = py::reinterpret_borrow<py::object>(of.w_object);
-    auto bias = py::reinterpret_borrow<py::object>(of.bias_object);
-    auto offs = py::reinterpret_borrow<py::object>(of.offs_object);
+    if (functions.is_linear()) {
+      run_linear(functions, plan, args, of);
+      return;
+    }
+    c10::SmallVector<PyObject*, 14> given{plan.plan.ptr()};
+    given.append(args, args + count);
+    auto made =
+        returned(PyObject_Vectorcall(functions.forward.ptr(), given.data(), given.size(), nullptr));
+    y = THPVariable_Unpack(item(made, 0).ptr());
+    save(item(made, 1));
+    state = py::reinterpret_borrow<py::object>(item(made, 2));
+  }
+
+ private:
+  void run_linear(
+      const Functions& functions, const Plan& plan, PyObject* const* args, const Operands& of) {
+    auto w = py::reinterpret_borrow<py::object>(args[1]);
+    auto bias = py::reinterpret_borrow<py::object>(args[2]);
+    auto offs = py::reinterpret_borrow<py::object>(args[3]);
+    const auto& x = of.tensors[0];
     py::object w_read, w_saved, none = py::none();
     if (plan.casts_weight) {
       w_read = w.attr("cache").attr("master");
@@ -1123,7 +1173,7 @@ struct Forward {
       auto found = called(functions.read_weight, w, plan.plan);
       w_read = py::reinterpret_borrow<py::object>(item(found, 0));
       w_saved = py::reinterpret_borrow<py::object>(item(found, 1));
-      read = py::reinterpret_borrow<py::object>(item(found, 2));
+      state = py::reinterpret_borrow<py::object>(item(found, 2));
     }
     auto made = called(plan.fprop, wrapped(x), none, w_read, bias, offs, plan.plan);
     y = THPVariable_Unpack(item(made, 0).ptr());
@@ -1131,31 +1181,35 @@ struct Forward {
       auto w_col = py::reinterpret_borrow<py::object>(item(made, 2));
       auto found = called(functions.hold_cast, w, plan.plan, w_col);
       w_saved = py::reinterpret_borrow<py::object>(item(found, 0));
-      read = py::reinterpret_borrow<py::object>(item(found, 1));
+      state = py::reinterpret_borrow<py::object>(item(found, 1));
     }
     if (!of.needs_graph) {
       return;
     }
-    saved.push_back(of.offs);
+    saved.push_back(of.tensors[3]);
     auto x_col = py::reinterpret_borrow<py::object>(item(made, 1));
     bool has_form = !plan.saves_x && !x_col.is_none();
     saved.push_back(plan.saves_x ? x : has_form ? tensor_or_none(item(x_col, 0)) : at::Tensor());
     saved.push_back(has_form ? tensor_or_none(item(x_col, 1)) : at::Tensor());
-    for (const auto& each : w_saved) {
+    save(w_saved);
+  }
+
+  void save(const py::handle& tensors) {
+    for (const auto& each : tensors) {
       saved.push_back(tensor_or_none(each));
     }
   }
 };
 
-PyObject* matmul_call(PyObject* object, PyObject* const* args, size_t flags, PyObject* names) {
-  auto* self = reinterpret_cast<Matmul*>(object);
+PyObject* layer_call(PyObject* object, PyObject* const* args, size_t flags, PyObject* names) {
+  auto* self = reinterpret_cast<Layer*>(object);
   HANDLE_TH_ERRORS
-  TORCH_CHECK_TYPE(PyVectorcall_NARGS(flags) == 5, "expected x, w, bias, offs and recipe");
+  size_t count = PyVectorcall_NARGS(flags);
   Call call;
   Operands of;
   auto functions = *self->functions;
   std::shared_ptr<const Plan> plan;
-  if (of.read(args, *functions, call)) {
+  if (of.read(args, count, *functions, call)) {
     if (auto* found = self->plans->find(call)) {
       plan = *found;
     }
@@ -1163,70 +1217,71 @@ PyObject* matmul_call(PyObject* object, PyObject* const* args, size_t flags, PyO
   if (!plan) {
     Py_RETURN_NOTIMPLEMENTED;
   }
-  at::Tensor x = plan->casts_x ? of.x.to(plan->dtype) : of.x;
-  Forward made(*functions, *plan, x, of);
+  if (plan->casts_x) {
+    of.tensors[0] = of.tensors[0].to(plan->dtype);
+  }
+  auto sizes = of.tensors[0].sizes().vec();
+  Forward made(*functions, *plan, args, count, of);
   if (of.needs_graph) {
-    auto* node = new FP8LinearBackward();
+    auto* node = new FP8Backward();
     NodePointer pointer = owned(node);
     node->functions = functions;
     node->plan = plan;
-    node->read = made.read;
-    node->x_sizes = x.sizes().vec();
-    node->has_bias = of.bias.defined();
-    node->set_next_edges(
-        node->has_bias ? torch::autograd::collect_next_edges(x, of.w, of.bias)
-                       : torch::autograd::collect_next_edges(x, of.w));
+    node->state = made.state;
+    node->x_sizes = sizes;
+    node->set_next_edges(of.edges());
     for (const auto& each : made.saved) {
       node->saved.emplace_back(each);
     }
     torch::autograd::set_history(made.y, pointer);
   }
-  if (x.dim() != 2) {  // autograd/backward.py says why the caller gets a node of its own
-    auto sizes = x.sizes().vec();
+  if (sizes.size() != 2 || !functions->is_linear()) {
     sizes.back() = made.y.size(1);
-    made.y = at::_unsafe_view(made.y, sizes);
+    made.y = at::_unsafe_view(made.y, sizes);  // autograd/backward.py: a node for the caller
   }
   return THPVariable_Wrap(made.y);
   END_HANDLE_TH_ERRORS
 }
 
-// matmul.put(args, plan, fprop, backward): remember how calls like this one run
-PyObject* matmul_put(PyObject* object, PyObject* given) {
-  auto* self = reinterpret_cast<Matmul*>(object);
+// layer.put(operands, plan, fprop, backward): remember how calls like this one run
+PyObject* layer_put(PyObject* object, PyObject* given) {
+  auto* self = reinterpret_cast<Layer*>(object);
   HANDLE_TH_ERRORS
-  PyObject *args, *plan, *fprop, *backward;
-  if (!PyArg_ParseTuple(given, "O!OOO", &PyTuple_Type, &args, &plan, &fprop, &backward)) {
+  PyObject *args, *plan, *fprop = Py_None, *backward = Py_None;
+  if (!PyArg_ParseTuple(given, "O!O|OO", &PyTuple_Type, &args, &plan, &fprop, &backward)) {
     return nullptr;
   }
-  TORCH_CHECK_TYPE(PyTuple_GET_SIZE(args) == 5, "expected x, w, bias, offs and recipe");
+  const auto& functions = **self->functions;
   Call call;
   Operands of;
-  if (!of.read(&PyTuple_GET_ITEM(args, 0), **self->functions, call)) {
+  if (!of.read(&PyTuple_GET_ITEM(args, 0), PyTuple_GET_SIZE(args), functions, call)) {
     Py_RETURN_FALSE;
   }
-  auto of_plan = py::reinterpret_borrow<py::object>(plan);
-  py::object dtype = of_plan.attr("out_dtype");
-  self->plans->put(
-      call,
-      std::make_shared<const Plan>(Plan{
-          of_plan, py::reinterpret_borrow<py::object>(fprop),
-          py::reinterpret_borrow<py::object>(backward), of_plan.attr("x_columnwise"),
-          of_plan.attr("casts_x").cast<bool>(), of_plan.attr("casts_weight").cast<bool>(),
-          of_plan.attr("saves_x").cast<bool>(),
-          reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type}));
+  Plan made{py::reinterpret_borrow<py::object>(plan)};
+  if (functions.is_linear()) {
+    TORCH_CHECK_TYPE(of.tensors.size() == 5, "expected x, w, bias, offs and recipe");
+    made.fprop = py::reinterpret_borrow<py::object>(fprop);
+    made.backward = py::reinterpret_borrow<py::object>(backward);
+    made.columnwise = made.plan.attr("x_columnwise");
+    made.casts_x = made.plan.attr("casts_x").cast<bool>();
+    made.casts_weight = made.plan.attr("casts_weight").cast<bool>();
+    made.saves_x = made.plan.attr("saves_x").cast<bool>();
+    py::object dtype = made.plan.attr("out_dtype");
+    made.dtype = reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type;
+  }
+  self->plans->put(call, std::make_shared<const Plan>(std::move(made)));
   Py_RETURN_TRUE;
   END_HANDLE_TH_ERRORS
 }
 
-// matmul.plan(args): the plan of calls like this one, or None
-PyObject* matmul_plan(PyObject* object, PyObject* args) {
-  auto* self = reinterpret_cast<Matmul*>(object);
+// layer.plan(operands): the plan of calls like this one, or None
+PyObject* layer_plan(PyObject* object, PyObject* args) {
+  auto* self = reinterpret_cast<Layer*>(object);
   HANDLE_TH_ERRORS
-  TORCH_CHECK_TYPE(
-      PyTuple_Check(args) && PyTuple_GET_SIZE(args) == 5, "expected x, w, bias, offs and recipe");
+  TORCH_CHECK_TYPE(PyTuple_Check(args), "expected a tuple of operands");
   Call call;
   Operands of;
-  if (of.read(&PyTuple_GET_ITEM(args, 0), **self->functions, call)) {
+  if (of.read(&PyTuple_GET_ITEM(args, 0), PyTuple_GET_SIZE(args), **self->functions, call)) {
     if (auto* found = self->plans->find(call)) {
       return Py_NewRef((*found)->plan.ptr());
     }
@@ -1235,40 +1290,43 @@ PyObject* matmul_plan(PyObject* object, PyObject* args) {
   END_HANDLE_TH_ERRORS
 }
 
-PyObject* matmul_new(PyTypeObject* type, PyObject* args, PyObject*) {
-  PyObject *weight, *frozen, *quantized, *hold_cast, *read_weight, *gradients, *thread, *sharing;
+PyObject* layer_new(PyTypeObject* type, PyObject* args, PyObject*) {
+  const char* name;
+  PyObject *weight, *frozen, *forward, *gradients, *thread, *sharing;
+  PyObject *quantized, *hold_cast, *read_weight;
   Py_ssize_t most;
   if (!PyArg_ParseTuple(
-          args, "OOOOOOOOn", &weight, &frozen, &quantized, &hold_cast, &read_weight, &gradients,
-          &thread, &sharing, &most)) {
+          args, "snOOOOOOOOO", &name, &most, &weight, &frozen, &forward, &gradients, &thread,
+          &sharing, &quantized, &hold_cast, &read_weight)) {
     return nullptr;
   }
-  auto* self = reinterpret_cast<Matmul*>(type->tp_alloc(type, 0));
+  auto* self = reinterpret_cast<Layer*>(type->tp_alloc(type, 0));
   if (self) {
     auto object = [](PyObject* x) { return py::reinterpret_borrow<py::object>(x); };
-    self->call = matmul_call;
+    self->call = layer_call;
     self->functions = new std::shared_ptr<const Functions>(std::make_shared<const Functions>(
-        Functions{object(weight), object(frozen), object(quantized), object(hold_cast),
-                  object(read_weight), object(gradients), object(thread), object(sharing)}));
+        Functions{name, object(weight), object(frozen), object(forward), object(gradients),
+                  object(thread), object(sharing), object(quantized), object(hold_cast),
+                  object(read_weight)}));
     self->plans = new Known<std::shared_ptr<const Plan>>(size_t(most));
   }
   return reinterpret_cast<PyObject*>(self);
 }
 
-void matmul_free(PyObject* object) {
-  auto* self = reinterpret_cast<Matmul*>(object);
+void layer_free(PyObject* object) {
+  auto* self = reinterpret_cast<Layer*>(object);
   delete self->plans;
   delete self->functions;
   Py_TYPE(object)->tp_free(object);
 }
 
-PyMethodDef matmul_methods[] = {
-    {"put", matmul_put, METH_VARARGS,
-     "put((x, w, bias, offs, recipe), plan, fprop, backward): remember how calls like this run"},
-    {"plan", matmul_plan, METH_O, "plan(args): the plan of calls like this one, or None"},
+PyMethodDef layer_methods[] = {
+    {"put", layer_put, METH_VARARGS,
+     "put(operands, plan, fprop=None, backward=None): remember how calls like this run"},
+    {"plan", layer_plan, METH_O, "plan(operands): the plan of calls like this one, or None"},
     {nullptr, nullptr, 0, nullptr}};
 
-PyTypeObject MatmulType = {PyVarObject_HEAD_INIT(nullptr, 0) "blocktensor_player.Matmul"};
+PyTypeObject LayerType = {PyVarObject_HEAD_INIT(nullptr, 0) "blocktensor_player.Layer"};
 
 // ---------------------------------------------------------------------------------------------
 // Registered ops
@@ -1362,33 +1420,31 @@ void repeat_op(const std::string& name, const std::string& letters) {
   }
 }
 
+// Add a type whose objects can be called.
+template <class Object>
+void add_type(
+    py::module_& m, const char* name, PyTypeObject& type, newfunc make, destructor free,
+    PyMethodDef* methods) {
+  type.tp_basicsize = sizeof(Object);
+  type.tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL;
+  type.tp_vectorcall_offset = offsetof(Object, call);
+  type.tp_call = PyVectorcall_Call;
+  type.tp_new = make;
+  type.tp_dealloc = free;
+  type.tp_methods = methods;
+  if (PyType_Ready(&type) < 0) {
+    throw py::error_already_set();
+  }
+  m.attr(name) = py::handle(reinterpret_cast<PyObject*>(&type));
+}
+
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
-  TableType.tp_basicsize = sizeof(Table);
-  TableType.tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL;
-  TableType.tp_vectorcall_offset = offsetof(Table, call);
-  TableType.tp_call = PyVectorcall_Call;
-  TableType.tp_new = table_new;
-  TableType.tp_dealloc = table_free;
-  TableType.tp_methods = table_methods;
   table_sequence.sq_length = table_length;
   TableType.tp_as_sequence = &table_sequence;
-  if (PyType_Ready(&TableType) < 0) {
-    throw py::error_already_set();
-  }
-  m.attr("Table") = py::handle(reinterpret_cast<PyObject*>(&TableType));
-  MatmulType.tp_basicsize = sizeof(Matmul);
-  MatmulType.tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL;
-  MatmulType.tp_vectorcall_offset = offsetof(Matmul, call);
-  MatmulType.tp_call = PyVectorcall_Call;
-  MatmulType.tp_new = matmul_new;
-  MatmulType.tp_dealloc = matmul_free;
-  MatmulType.tp_methods = matmul_methods;
-  if (PyType_Ready(&MatmulType) < 0) {
-    throw py::error_already_set();
-  }
-  m.attr("Matmul") = py::handle(reinterpret_cast<PyObject*>(&MatmulType));
+  add_type<Table>(m, "Table", TableType, table_new, table_free, table_methods);
+  add_type<Layer>(m, "Layer", LayerType, layer_new, layer_free, layer_methods);
   m.def("repeat_op", &repeat_op);
   m.def("remember", [](std::shared_ptr<Recording> recording) { latest = std::move(recording); });
   py::class_<Recording, std::shared_ptr<Recording>>(m, "Recording")
