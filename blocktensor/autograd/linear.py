@@ -27,7 +27,7 @@ from .plan import Plan, autocast_dtype, plan_matmul
 from .products import DENSE, Dense, Grouped, Saved, product_of, saved_of
 from .repeat import Repeated
 from .saved_weight import SavedWeight, hold_cast
-from .shared_cast import this_thread
+from .shared_cast import Run, this_thread
 
 
 def linear(
@@ -89,15 +89,15 @@ def _matmul(
         if known is not None:
             return known
     plan = plan_matmul(x, w, bias, recipe, offs)
-    cast: tuple[Tensor, ...] = ()
-    running = this_thread.running
-    if running is not None and not isinstance(x, BlockwiseFP8Tensor):
-        cast = running.forms_of(x, offs, plan, _caster(offs))
-    elif plan.serves_all and plan.records_forward:
+    if plan.serves_all and plan.records_forward:
         of_backward = _dgrad_and_wgrad if plan.records_backward else None
         known = repeat.remember(operands, plan, _fprop, of_backward)
         if known is not None:
             return known
+    cast: tuple[Tensor, ...] = ()
+    running = this_thread.running
+    if running is not None and not isinstance(x, BlockwiseFP8Tensor):
+        cast = running.forms_of(x, offs, plan, _caster(offs))
     if plan.casts_x:
         x = x.to(plan.out_dtype)
     apply = FP8Linear.apply if plan.tracing else _apply_eagerly
@@ -136,6 +136,20 @@ def _caster(offs: Tensor | None) -> Callable[[Plan, Tensor], tuple[Tensor, ...]]
         return *row[:2], *(() if col is None else col[:2])
 
     return cast
+
+
+def _shared_forms(
+    run: Run, x: Tensor, offs: Tensor | None, plan: Plan
+) -> tuple[Quantized, Quantized | None] | None:
+    """Return the rowwise and the columnwise form of x that linear layers share in this run."""
+    cast = run.forms_of(x, offs, plan, _caster(offs))
+    return _forms_given(cast, plan) if cast else None
+
+
+def _forms_given(cast: Sequence[Tensor], plan: Plan) -> tuple[Quantized, Quantized | None]:
+    columnwise = plan.x_columnwise
+    x_col = None if columnwise is None else Quantized(cast[2], cast[3], columnwise)
+    return Quantized(cast[0], cast[1], plan.format), x_col
 
 
 def has_no_experts(x: Tensor, w: Tensor, offs: Tensor) -> bool:
@@ -201,9 +215,8 @@ class FP8Linear(FP8Function):
 
 def _given(x: Tensor, cast: tuple[Tensor, ...], plan: Plan) -> tuple[Quantized, Saved]:
     """Return the rowwise form of x and the tensors of x to save, given its data and scales."""
-    columnwise = plan.x_columnwise
-    x_col = None if columnwise is None else Quantized(cast[2], cast[3], columnwise)
-    return Quantized(cast[0], cast[1], plan.format), saved_of(x, x_col, plan)
+    x_row, x_col = _forms_given(cast, plan)
+    return x_row, saved_of(x, x_col, plan)
 
 
 @sequence
@@ -319,6 +332,7 @@ repeat = Repeated(
     "FP8LinearBackward",
     lambda x, w, bias, offs, recipe: Plan(x, w, bias, recipe, offs),
     _gradients_of_node,
+    shared_forms=_shared_forms,
 )
 
 

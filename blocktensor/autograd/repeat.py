@@ -37,12 +37,14 @@ class Repeated:
             it, the layer is a linear layer: its operands are x, w, the bias, ``offs`` and the
             recipe, its sequences are given to :meth:`remember`, and its state is how forward has
             read the weight.
+        shared_forms: of linear layers: given a run of a module that shares casts, x, ``offs`` and a
+            plan, returns the rowwise and the columnwise form of x, or None.
 
     Attributes:
         table: the ``Layer`` of ``player.cpp``; None before the first call that may be repeated.
     """
 
-    __slots__ = ("_forward", "_gradients", "_name", "_plan", "table")
+    __slots__ = ("_forward", "_gradients", "_name", "_plan", "_shared_forms", "table")
 
     def __init__(
         self,
@@ -50,9 +52,11 @@ class Repeated:
         plan: Callable[..., Any],
         gradients: Callable[..., Any],
         forward: Callable[..., Any] | None = None,
+        shared_forms: Callable[..., Any] | None = None,
     ) -> None:
         self._name, self._plan = name, plan
         self._gradients, self._forward = gradients, forward
+        self._shared_forms = shared_forms
         self.table: Any = None
         REPEATED.append(self)
 
@@ -97,6 +101,7 @@ class Repeated:
                 Quantized,
                 hold_cast,
                 read_weight,
+                self._shared_forms,
             )
         tables = [x and x.table.table_of(player) for x in (fprop, backward)]
         self.table.put(operands, plan, *tables)

@@ -857,6 +857,7 @@ struct Functions {
   py::object quantized;   // the type of casts
   py::object hold_cast;   // (w, plan, columnwise) -> (tensors to save, state)
   py::object read_weight;  // (w, plan) -> (rowwise form, tensors to save, state)
+  py::object shared_forms;  // (run, x, offs, plan) -> (rowwise, columnwise form of x), or None
 
   bool is_linear() const {
     return forward.is_none();
@@ -870,20 +871,22 @@ struct Functions {
   // Return true in surroundings that Python refuses, or handles by itself.
   bool is_special() const {
     static PyObject *watch = PyUnicode_InternFromString("watch"),
-                    *launches = PyUnicode_InternFromString("launches"),
-                    *running = PyUnicode_InternFromString("running");
+                    *launches = PyUnicode_InternFromString("launches");
     return c10::impl::TorchDispatchModeTLS::any_modes_set() || torch::jit::tracer::isTracing() ||
         c10::impl::tls_is_dispatch_key_included(
                c10::DispatchKey::FuncTorchDynamicLayerFrontMode) ||
-        has(thread, watch) || has(thread, launches) || has(sharing, running);
+        !attribute(thread, watch).is_none() || !attribute(thread, launches).is_none();
   }
 
-  static bool has(const py::object& of, PyObject* name) {
-    auto found = py::reinterpret_steal<py::object>(PyObject_GetAttr(of.ptr(), name));
-    if (!found) {
-      throw python_error();
-    }
-    return !found.is_none();
+  // Return the run of a module that shares casts of inputs, or None.
+  py::object sharing_run() const {
+    static PyObject* running = PyUnicode_InternFromString("running");
+    return attribute(sharing, running);
+  }
+
+ private:
+  static py::object attribute(const py::object& of, PyObject* name) {
+    return returned(PyObject_GetAttr(of.ptr(), name));
   }
 };
 
@@ -1175,7 +1178,16 @@ struct Forward {
       w_saved = py::reinterpret_borrow<py::object>(item(found, 1));
       state = py::reinterpret_borrow<py::object>(item(found, 2));
     }
-    auto made = called(plan.fprop, wrapped(x), none, w_read, bias, offs, plan.plan);
+    py::object x_row = none, x_col, run = functions.sharing_run();
+    if (!run.is_none()) {
+      auto given = py::reinterpret_borrow<py::object>(args[0]);
+      auto forms = called(functions.shared_forms, run, given, offs, plan.plan);
+      if (!forms.is_none()) {
+        x_row = py::reinterpret_borrow<py::object>(item(forms, 0));
+        x_col = py::reinterpret_borrow<py::object>(item(forms, 1));
+      }
+    }
+    auto made = called(plan.fprop, wrapped(x), x_row, w_read, bias, offs, plan.plan);
     y = THPVariable_Unpack(item(made, 0).ptr());
     if (plan.casts_weight) {
       auto w_col = py::reinterpret_borrow<py::object>(item(made, 2));
@@ -1187,7 +1199,9 @@ struct Forward {
       return;
     }
     saved.push_back(of.tensors[3]);
-    auto x_col = py::reinterpret_borrow<py::object>(item(made, 1));
+    if (!x_col) {
+      x_col = py::reinterpret_borrow<py::object>(item(made, 1));
+    }
     bool has_form = !plan.saves_x && !x_col.is_none();
     saved.push_back(plan.saves_x ? x : has_form ? tensor_or_none(item(x_col, 0)) : at::Tensor());
     saved.push_back(has_form ? tensor_or_none(item(x_col, 1)) : at::Tensor());
@@ -1293,11 +1307,11 @@ PyObject* layer_plan(PyObject* object, PyObject* args) {
 PyObject* layer_new(PyTypeObject* type, PyObject* args, PyObject*) {
   const char* name;
   PyObject *weight, *frozen, *forward, *gradients, *thread, *sharing;
-  PyObject *quantized, *hold_cast, *read_weight;
+  PyObject *quantized, *hold_cast, *read_weight, *shared_forms;
   Py_ssize_t most;
   if (!PyArg_ParseTuple(
-          args, "snOOOOOOOOO", &name, &most, &weight, &frozen, &forward, &gradients, &thread,
-          &sharing, &quantized, &hold_cast, &read_weight)) {
+          args, "snOOOOOOOOOO", &name, &most, &weight, &frozen, &forward, &gradients, &thread,
+          &sharing, &quantized, &hold_cast, &read_weight, &shared_forms)) {
     return nullptr;
   }
   auto* self = reinterpret_cast<Layer*>(type->tp_alloc(type, 0));
@@ -1307,7 +1321,7 @@ PyObject* layer_new(PyTypeObject* type, PyObject* args, PyObject*) {
     self->functions = new std::shared_ptr<const Functions>(std::make_shared<const Functions>(
         Functions{name, object(weight), object(frozen), object(forward), object(gradients),
                   object(thread), object(sharing), object(quantized), object(hold_cast),
-                  object(read_weight)}));
+                  object(read_weight), object(shared_forms)}));
     self->plans = new Known<std::shared_ptr<const Plan>>(size_t(most));
   }
   return reinterpret_cast<PyObject*>(self);
