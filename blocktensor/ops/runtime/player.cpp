@@ -262,10 +262,27 @@ struct Call {
 // ---------------------------------------------------------------------------------------------
 // Recordings
 
+// Most bytes of an allocation that becomes a part of scratch. Larger ones are rare where the host is
+// slow, and alone they fit into whatever block torch's allocator has.
+constexpr size_t kMostScratch = 16 << 20;
+
 struct Allocation {
   std::vector<int64_t> sizes, strides;
   at::ScalarType dtype;
   bool has_rows;  // the first size is the number of rows of the call
+  bool is_scratch = false;  // a part of the memory that the call gives up at its end
+
+  size_t bytes(Word rows) const {
+    int64_t last = 0;  // element
+    for (size_t i = 0; i < sizes.size(); ++i) {
+      auto size = i == 0 && has_rows ? rows : sizes[i];
+      if (size == 0) {
+        return 0;
+      }
+      last += (size - 1) * strides[i];
+    }
+    return size_t(last + 1) * c10::elementSize(dtype);
+  }
 };
 
 struct Place {  // a pointer: bytes behind a tensor of the call or an allocation
@@ -315,35 +332,42 @@ struct Recording {
   Result result;
   py::object compiled;  // kernels, to be held as long as they are launched
 
-  // Return the tensors that the call allocates.
-  std::vector<at::Tensor> allocate(Word rows) const {
+  // Return the tensors that the call allocates; undefined ones for scratch. Append the addresses
+  // of all allocations to `bases`, and hold the memory of scratch, one allocation, in `scratch`.
+  std::vector<at::Tensor> allocate(
+      Word rows, c10::SmallVectorImpl<char*>& bases, at::Tensor& scratch) const {
+    constexpr size_t kAlign = 512;  // as torch's allocator aligns tensors
     at::AutoDispatchBelowADInplaceOrView no_autograd;
-    std::vector<at::Tensor> made;
-    made.reserve(allocations.size());
-    for (const auto& each : allocations) {
+    std::vector<at::Tensor> made(allocations.size());
+    size_t first = bases.size(), total = 0;
+    for (size_t i = 0; i < allocations.size(); ++i) {
+      const auto& each = allocations[i];
+      if (each.is_scratch) {
+        bases.push_back(reinterpret_cast<char*>(total));  // an offset, until there is memory
+        total += (each.bytes(rows) + kAlign - 1) / kAlign * kAlign;
+        continue;
+      }
       auto options = at::TensorOptions().dtype(each.dtype).device(device);
       if (each.has_rows) {
         auto sizes = each.sizes;
         sizes[0] = rows;
-        made.push_back(at::empty_strided(sizes, each.strides, options));
+        made[i] = at::empty_strided(sizes, each.strides, options);
       } else {
-        made.push_back(at::empty_strided(each.sizes, each.strides, options));
+        made[i] = at::empty_strided(each.sizes, each.strides, options);
+      }
+      bases.push_back(static_cast<char*>(made[i].mutable_data_ptr()));
+    }
+    if (total) {
+      scratch = at::empty_strided(
+          {int64_t(total)}, {1}, at::TensorOptions().dtype(at::kByte).device(device));
+      auto* begin = static_cast<char*>(scratch.mutable_data_ptr());
+      for (size_t i = 0; i < allocations.size(); ++i) {
+        if (allocations[i].is_scratch) {
+          bases[first + i] = begin + reinterpret_cast<size_t>(bases[first + i]);
+        }
       }
     }
     return made;
-  }
-
-  void launch(const Call& call, const std::vector<at::Tensor>& made, CUstream stream) const {
-    c10::SmallVector<char*, 48> bases;
-    for (const auto& x : call.tensors) {
-      bases.push_back(static_cast<char*>(const_cast<void*>(x.const_data_ptr())));
-    }
-    for (const auto& x : made) {
-      bases.push_back(static_cast<char*>(x.mutable_data_ptr()));
-    }
-    for (const auto& each : launches) {
-      launch_one(each, bases.data(), call.rows, stream);
-    }
   }
 
   static void launch_one(const Launch& of, char* const* bases, Word rows, CUstream stream) {
@@ -448,8 +472,15 @@ struct Recording {
       stream = static_cast<CUstream>(
           of_device.getStreamNativeHandle(of_device.getStream(device)));
     }
-    auto made = allocate(call.rows);
-    launch(call, made, stream);
+    c10::SmallVector<char*, 48> bases;
+    for (const auto& x : call.tensors) {
+      bases.push_back(static_cast<char*>(const_cast<void*>(x.const_data_ptr())));
+    }
+    at::Tensor scratch;
+    auto made = allocate(call.rows, bases, scratch);
+    for (const auto& each : launches) {
+      launch_one(each, bases.data(), call.rows, stream);
+    }
     return made;
   }
 
@@ -460,6 +491,16 @@ struct Recording {
       made = run(call);
     }
     return wrap(result, made);
+  }
+
+  // Give each tensor of the result memory of its own.
+  void keep(const Result& of) {
+    if (of.kind == Result::kTensor || of.kind == Result::kView) {
+      allocations.at(of.allocation).is_scratch = false;
+    }
+    for (const auto& part : of.parts) {
+      keep(part);
+    }
   }
 
   // Append the tensors of the result, in order, whatever tuples they are in.
@@ -777,6 +818,10 @@ std::shared_ptr<Recording> record(
     made->launches.push_back(std::move(one));
   }
   made->result = result_of(result);
+  for (auto& each : made->allocations) {
+    each.is_scratch = each.bytes(each.sizes.empty() ? 0 : each.sizes[0]) <= kMostScratch;
+  }
+  made->keep(made->result);
   made->compiled = compiled;
   return made;
 }
