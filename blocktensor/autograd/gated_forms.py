@@ -22,9 +22,11 @@ from ..ops.producers.ops import (
 )
 from ..ops.producers.reference import ACTIVATIONS, gradients
 from ..recipe import Recipe
-from . import plan as plans
 from .plan import FP8_TYPES, Plan, difference_of, plan_matmul
 from .products import Dense
+
+LARGE_BYTES = 64 << 20
+"""Size of gate from which the gradients of gate and up are made one after the other."""
 
 GATE, UP, DOWN = range(3)
 """Indices of the linear layers. GATE stands for both if one linear layer computes gate and up."""
@@ -268,7 +270,7 @@ def _gradients_of_h(
 def _is_large(plan: GatedPlan, gate: Tensor, offs: Tensor | None) -> bool:
     # A compiler cannot compare sizes. For rows in groups, a kernel for both gradients is not much
     # faster than one after the other.
-    return offs is not None if plan.tracing else gate.numel() * gate.itemsize >= plans.LARGE_BYTES
+    return offs is not None if plan.tracing else gate.numel() * gate.itemsize >= LARGE_BYTES
 
 
 def _joint_gradient(

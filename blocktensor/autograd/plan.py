@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from ..ops import checks
+from ..ops import checks, linear
 from ..ops.formats import group_rows
 from ..ops.runtime import check_recordings
 from ..ops.runtime.launch import this_thread
@@ -27,7 +27,7 @@ from .pipelining import LOSES_GRAPHS, watch_halves
 
 FP8_TYPES = (BlockwiseFP8Weight, BlockwiseFP8Tensor)
 
-LARGE_BYTES = 64 << 20
+LARGE_BYTES = linear.LARGE_BYTES
 """Tensors of this size are freed as early as possible in backward, at the cost of host time."""
 
 

@@ -117,6 +117,7 @@ def read_weight(w: Tensor, plan: Plan) -> WeightRead:
             (row, col), read.cast = w.cache.get_for_backward(w)
             w_row = (col if w.transposed else row) or Operand(col, row).need_rowwise()
         elif plan.tracing and not w.transposed:
+            w.cache.casts += 1
             w_row = w._cast_from
         else:
             w_row = w.rowwise()

@@ -25,9 +25,10 @@ from .grouped_gemm.ops import grouped_gemm, grouped_gemm_wgrad
 from .op import op
 from .runtime.specialize import recorded
 
-LARGE_BYTES = 64 << 20
-"""A backward that reads or makes a tensor of this size frees each intermediate after its use. A
-recorded one would hold all of them until it ends."""
+LARGE_BYTES = 128 << 20
+"""A backward that reads or makes a tensor of this size frees each intermediate after its use, at
+the cost of host time, which is then a small part. A recorded one holds all of them until it
+ends."""
 
 
 def _decide_fprop(x: Quantized, w: Tensor, *others: Any) -> Callable[..., Tensor]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from blocktensor import BlockwiseFP8Weight, functional
-from blocktensor.autograd import gated_forms, plan, products
+from blocktensor.autograd import gated_forms, products
 from tests.support.gated import HIDDEN, KINDS, K, Kind, N, before, weights, whether_recomputed
 from tests.support.linear_ways import function_of, saved_by
 from tests.support.models import Trace, randn
@@ -87,7 +87,7 @@ def test_large_gradients_are_made_one_after_the_other(
 ) -> None:
     x = kind.inputs(70)
     y = kind.fused(x, *kind.weights(), activation=activation)
-    monkeypatch.setattr(plan, "LARGE_BYTES", 2 * len(x) * HIDDEN + (not is_large))
+    monkeypatch.setattr(gated_forms, "LARGE_BYTES", 2 * len(x) * HIDDEN + (not is_large))
     with Trace() as trace:
         y.backward(randn(*y.shape))
     assert trace.ops.count(f"blocktensor.gated {activation} 1x128 1x128") == is_large
