@@ -1,0 +1,270 @@
+"""Layers that ``player.cpp`` repeats: which calls are one kind, and the node that it makes."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from blocktensor import BlockwiseFP8Weight, Recipe, freeze, functional
+from blocktensor.autograd import gated_mlp, linear
+from blocktensor.autograd.shared_cast import SharedCasts
+from blocktensor.ops.runtime.specialize import watching
+from tests.support.groups import ends
+from tests.support.linear_ways import run_linears
+from tests.support.models import FP32_SCALES, POWER_OF_TWO, plain, randn
+
+K, N = 256, 128
+BF16 = torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_linears("repeated", monkeypatch)
+
+
+def weight(
+    *shape: int, recipe: Recipe = FP32_SCALES, dtype: torch.dtype = BF16, grad: bool = True
+) -> BlockwiseFP8Weight:
+    return BlockwiseFP8Weight(
+        randn(*(shape or (N, K)), dtype=dtype, seed=3), recipe
+    ).requires_grad_(grad)
+
+
+def is_known(x: Tensor, w: Tensor, bias: Tensor | None = None, offs: Tensor | None = None) -> bool:
+    """Whether a call of a linear layer with these operands would be repeated."""
+    return linear.repeat.table.plan((x, w, bias, offs, None)) is not None
+
+
+def test_the_first_call_of_a_kind_makes_the_later_ones_known() -> None:
+    functional.linear(randn(9, K, grad=True), weight())
+    assert is_known(randn(9, K, seed=1, grad=True), weight())
+    y = functional.linear(randn(9, K, seed=1, grad=True), weight())
+    assert y.grad_fn is not None and y.grad_fn.name() == "FP8LinearBackward"
+
+
+CHANGES: dict[str, Callable[[], tuple[Any, ...]]] = {
+    "another number of rows": lambda: (randn(10, K, grad=True), weight()),
+    "more dimensions": lambda: (randn(3, 3, K, grad=True), weight()),
+    "strides": lambda: (randn(K, 9).t().requires_grad_(), weight()),
+    "an input without gradient": lambda: (randn(9, K), weight()),
+    "a weight without gradient": lambda: (randn(9, K, grad=True), weight(grad=False)),
+    "another dtype": lambda: (
+        randn(9, K, dtype=torch.float32, grad=True),
+        weight(dtype=torch.float32),
+    ),
+    "another recipe": lambda: (randn(9, K, grad=True), weight(recipe=POWER_OF_TWO)),
+    "a transposed weight": lambda: (randn(9, K, grad=True), weight(K, N).t()),
+    "a bias": lambda: (randn(9, K, grad=True), weight(), randn(N)),
+    "a bias with a gradient": lambda: (randn(9, K, grad=True), weight(), randn(N, grad=True)),
+    "groups": lambda: (randn(9, K, grad=True), weight(2, N, K), None, ends(4, 9)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_makes_another_kind(change: str) -> None:
+    functional.linear(randn(9, K, grad=True), weight())
+    assert not is_known(*CHANGES[change]())
+
+
+def test_a_frozen_weight_is_another_kind() -> None:
+    functional.linear(randn(9, K, grad=True), weight())
+    module = nn.Linear(K, N, bias=False, dtype=BF16)
+    module.weight = nn.Parameter(weight())
+    freeze(module)
+    assert not is_known(randn(9, K, grad=True), module.weight)
+
+
+def test_modes_make_other_kinds() -> None:
+    x, w = randn(9, K, grad=True), weight()
+    functional.linear(x, w)
+    with torch.no_grad():
+        assert not is_known(x, w)
+    with torch.autocast("cpu", torch.float16):
+        assert not is_known(x, w)
+    with watching(lambda *_: None):
+        assert not is_known(x, w)
+    assert is_known(x, w)
+
+
+def mlp() -> tuple[Any, ...]:
+    return weight(N, K), weight(N, K), weight(K, N)
+
+
+LAYERS: dict[str, tuple[str, Callable[..., Tensor]]] = {
+    "linear": ("FP8LinearBackward", lambda x, *w: functional.linear(x, w[0])),
+    "gated MLP": ("FP8GatedMLPBackward", lambda x, *w: functional.gated_mlp(x, *w)),
+}
+every_layer = pytest.mark.parametrize("layer", LAYERS)
+
+
+def second(layer: str, x: Tensor, *weights: Tensor) -> Tensor:
+    """The output of a second call of a kind, which is repeated."""
+    _, run = LAYERS[layer]
+    run(randn(*x.shape, dtype=x.dtype, seed=8, grad=x.requires_grad), *mlp())
+    return run(x, *weights)
+
+
+def node_of(y: Tensor, name: str) -> Any:
+    """The node with this name at or below the node of ``y``."""
+    node: Any = y.grad_fn
+    while node.name() != name:
+        node = node.next_functions[0][0]
+    return node
+
+
+@every_layer
+def test_the_node_has_an_edge_for_each_operand(layer: str) -> None:
+    x, weights = randn(9, K, grad=True), mlp()
+    node = node_of(second(layer, x, *weights), LAYERS[layer][0])
+    edges = [edge.variable for edge, _ in node.next_functions]
+    wanted = [x, weights[0]] if layer == "linear" else [x, x, *weights]
+    assert all(a is b for a, b in zip(edges, wanted, strict=True))
+
+
+@every_layer
+def test_hooks_of_a_node_run(layer: str) -> None:
+    x = randn(9, K, grad=True)
+    y = second(layer, x, *mlp())
+    seen: list[Any] = []
+    node = node_of(y, LAYERS[layer][0])
+    node.register_prehook(lambda grads: (2 * grads[0],))
+    node.register_hook(lambda made, given: seen.append((made, given)))
+    y.sum().backward()
+    ((made, given),) = seen
+    assert x.grad is not None and torch.equal(given[0], torch.full_like(y, 2))
+    total = made[0] if layer == "linear" else made[0] + made[1]
+    assert torch.equal(x.grad, total)
+
+
+@every_layer
+def test_a_retained_graph_gives_the_same_again_and_then_is_freed(layer: str) -> None:
+    x, weights = randn(9, K, grad=True), mlp()
+    y = second(layer, x, *weights)
+    read = [x, weights[0]]
+    first = torch.autograd.grad(y.sum(), read, retain_graph=True)
+    again = torch.autograd.grad(y.sum(), read)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        y.sum().backward()
+
+
+@every_layer
+@pytest.mark.parametrize("wanted", [(0,), (1,), (0, 1)], ids=str)
+def test_some_gradients(layer: str, wanted: tuple[int, ...]) -> None:
+    x, weights = randn(9, K, grad=True), mlp()
+    all_of = torch.autograd.grad(second(layer, x, *weights).sum(), [x, weights[0]])
+    y = second(layer, x, *weights)
+    some = torch.autograd.grad(y.sum(), [(x, weights[0])[i] for i in wanted])
+    assert all(torch.equal(a, all_of[i]) for a, i in zip(some, wanted, strict=True))
+
+
+@every_layer
+def test_saved_tensor_hooks_see_what_is_saved(layer: str) -> None:
+    x, packed = randn(9, K, grad=True), []
+    _, run = LAYERS[layer]
+    run(randn(9, K, grad=True), *mlp())
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t)
+    with hooks:
+        y = run(x, *mlp())
+    kinds = [type(t) for t in packed]
+    assert kinds.count(BlockwiseFP8Weight) == (1 if layer == "linear" else 3)
+    assert torch.float8_e4m3fn in [t.dtype for t in packed]
+    y.sum().backward()
+    assert x.grad is not None
+
+
+@every_layer
+def test_a_weight_that_is_written_to_before_backward_raises(layer: str) -> None:
+    x, weights = randn(9, K, grad=True), mlp()
+    y = second(layer, x, *weights)
+    with torch.no_grad():
+        weights[0].mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+@every_layer
+def test_second_derivatives_are_refused(layer: str) -> None:
+    x = randn(9, K, grad=True)
+    y = second(layer, x, *mlp())
+    with pytest.raises(NotImplementedError, match="create_graph=True"):
+        torch.autograd.grad(y.sum(), [x], create_graph=True)
+
+
+@every_layer
+def test_forward_mode_is_refused_as_before(layer: str) -> None:
+    x, weights = randn(9, K, grad=True), mlp()
+    second(layer, x, *weights)
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(Exception, match=r"jvp|forward"):
+        dual = torch.autograd.forward_ad.make_dual(randn(9, K), randn(9, K))
+        LAYERS[layer][1](dual, *weights)
+
+
+@every_layer
+def test_functorch_is_refused_as_before(layer: str) -> None:
+    x, weights = randn(9, K, grad=True), mlp()
+    second(layer, x, *weights)
+    with pytest.raises(NotImplementedError, match=r"torch\.func"):
+        torch.func.grad(lambda x: LAYERS[layer][1](x, *weights).sum())(randn(9, K))
+
+
+@every_layer
+def test_an_error_of_a_saved_tensor_reaches_the_caller(layer: str) -> None:
+    x = randn(9, K, grad=True)
+    _, run = LAYERS[layer]
+    run(randn(9, K, grad=True), *mlp())
+
+    def unpack(_: Any) -> Tensor:
+        raise KeyError("gone")
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, unpack):
+        y = run(x, *mlp())
+    with pytest.raises(KeyError, match="gone"):
+        y.sum().backward()
+
+
+@every_layer
+@pytest.mark.parametrize("runs_backward", [True, False])
+def test_nothing_outlives_a_graph(layer: str, runs_backward: bool) -> None:
+    gc.collect()
+    x, weights = randn(9, K, grad=True), mlp()
+    y = second(layer, x, *weights)
+    held = [weakref.ref(weights[0].master), weakref.ref(x)]
+    if runs_backward:
+        y.sum().backward()
+    del y, weights, x
+    assert [ref() for ref in held] == [None, None]
+
+
+def test_a_shared_cast_is_read_by_repeated_layers() -> None:
+    x, (first, other, _) = randn(9, K, grad=True), mlp()
+    alone = [second("linear", x, w) for w in (first, other)]
+    shared = SharedCasts()
+    shared.begin()
+    try:
+        together = [functional.linear(x, w) for w in (first, other)]
+    finally:
+        shared.end()
+    assert (shared.casts, shared.saved) == (1, 1)
+    assert all(node_of(y, "FP8LinearBackward") for y in together)
+    assert all(torch.equal(a, b) for a, b in zip(alone, together, strict=True))
+    both = [torch.autograd.grad(sum(y.sum() for y in ys), [x, first]) for ys in (alone, together)]
+    assert all(torch.equal(a, b) for a, b in zip(*both, strict=True))
+
+
+def test_results_equal_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    for way in ("op by op", "repeated"):
+        run_linears(way, monkeypatch)
+        x, weights = randn(9, K, grad=True), mlp()
+        y = second("gated MLP", x, *weights)
+        y.backward(randn(9, K, seed=7))
+        made.append([y.detach(), x.grad, *(w.grad for w in weights)])
+    assert all(torch.equal(plain(a), plain(b)) for a, b in zip(*made, strict=True))
+    assert gated_mlp.repeat.table is not None
