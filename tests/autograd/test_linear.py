@@ -211,3 +211,13 @@ def test_a_transposed_weight(device: torch.device) -> None:
         wanted = composed(x.detach(), plain(weight).t(), grad)
         for got, want in zip((y.detach(), dx, dw.t()), wanted, strict=True):
             assert_matches(got, want)
+
+
+def test_second_derivatives_raise(device: torch.device) -> None:
+    """Of calls that are repeated, too."""
+    module, x = linear(128, 192, bias=True, device=device), randn(5, 192, grad=True, device=device)
+    for of in ([x, module.weight], [module.bias]):
+        for _ in range(2):
+            y = module(x).float().square().sum()
+            with pytest.raises(NotImplementedError, match="second derivative is not implemented"):
+                torch.autograd.grad(y, of, create_graph=True)

@@ -201,6 +201,29 @@ def test_the_gradient_of_logits_is_no_input() -> None:
     assert measured(whole) == measured(in_chunks)
 
 
+def test_an_input_that_is_changed_in_place_is_measured_anew() -> None:
+    class Doubled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = linear(K, K), linear(K, K)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.a(x)
+            x *= 2
+            return y + self.b(x)
+
+    model, x = Doubled(), randn(40, K)
+    wanted = {
+        name: by_hand(x * factor, Recipe().activation_format)
+        for name, factor in (("a", 1), ("b", 2))
+    }
+    with monitor(model) as health, torch.no_grad():
+        model(x)
+    found = measured(health)
+    for name, figures in wanted.items():
+        assert_close(found[name]["x"], figures)
+
+
 @pytest.mark.parametrize("factor", [1, 8])
 def test_several_forwards_are_measured_together(factor: int) -> None:
     model = converted()

@@ -157,6 +157,14 @@ def test_a_mesh_whose_ranks_descend_is_refused(world: int, device: str) -> None:
             refused()
 
 
+@on_ranks(4, gpus=())
+def test_a_mesh_that_descends_along_its_last_dimension_is_refused(world: int, device: str) -> None:
+    mesh = DeviceMesh(device, [[1, 0], [3, 2]])
+    cut = distribute_tensor(randn(300, 130), mesh, [Replicate(), Shard(0)])
+    with pytest.raises(NotImplementedError, match=r"ranks \[\[1, 0\], \[3, 2\]\], which descend"):
+        whole(cut)
+
+
 @on_ranks(2)
 def test_blocks_that_hold_nan(world: int, device: str) -> None:
     plain = randn(200, 300, device=device)

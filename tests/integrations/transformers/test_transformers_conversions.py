@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import core_model_loading
 
 from blocktensor import BlockwiseFP8Tensor, CheckpointError, convert, load_fp8, save_fp8
@@ -100,6 +100,21 @@ def test_conversions_that_cannot_be_traced_are_refused(
         convert(model, skip_small=False)
         with pytest.raises(ValueError, match=r"q_proj.weight .* all_in_fp8=True stores the model"):
             save_fp8(model, tmp_path / "other")
+
+
+def test_conversions_of_a_model_inside_of_another_that_cannot_be_traced_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def under_lm(tensors: dict[str, Tensor]) -> None:
+        for name in list(tensors):
+            tensors[f"lm.{name}"] = tensors.pop(name)
+
+    frozen_in_fp8(tmp_path)
+    rewrite(tmp_path, under_lm)
+    with_rule(monkeypatch, Doubled())
+    message = r"lm\.model.*q_proj.weight' cannot be loaded from .* writes to"
+    with pytest.raises(CheckpointError, match=message):
+        load_fp8(nn.ModuleDict({"lm": llama()}), tmp_path, strict=False)
 
 
 # Files of other libraries

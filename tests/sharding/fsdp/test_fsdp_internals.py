@@ -168,15 +168,17 @@ def test_a_change_between_forward_and_backward(mesh: DeviceMesh, forwards: int) 
         assert_forward_is_fresh(model)
 
 
+@pytest.mark.parametrize("where", ["behind the weight", "before its gradient"])
 @on_ranks(2, gpus=())
-def test_a_gather_after_a_backward_that_raised(mesh: DeviceMesh) -> None:
+def test_a_gather_after_a_backward_that_raised(mesh: DeviceMesh, where: str) -> None:
     """Has the present values, though FSDP's group is as the backward has left it."""
 
     def fail(grad: Tensor) -> None:
         raise KeyError("a hook")
 
     model, _ = trained(mesh)
-    handle = model[1].register_forward_hook(lambda module, args, y: y.register_hook(fail) and None)
+    failing = model[1 if where == "behind the weight" else 2]
+    handle = failing.register_forward_hook(lambda module, args, y: y.register_hook(fail) and None)
     with pytest.raises(KeyError, match="a hook"):
         loss_of(model, 0).backward()
     handle.remove()

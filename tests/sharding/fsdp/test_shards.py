@@ -191,6 +191,23 @@ def test_frozen_rows_move() -> None:
         chunks(BlockwiseFP8Tensor.from_values(randn(256, 256), (1, 128)), 2)
 
 
+@on_ranks(2, gpus=())
+def test_a_sharded_frozen_base_on_meta_gets_memory_for_rows_and_scales(
+    mesh: DeviceMesh, device: str
+) -> None:
+    filled, single = adapters_on_a_frozen_base()
+    empty = copy.deepcopy(filled).to("meta")
+    rows = shard_base(empty, mesh)
+    assert all(x.data_rows.is_meta and x.scale.is_meta for x in rows)
+    shard_base(filled, mesh)
+    empty.to_empty(device=device)
+    with torch.no_grad():
+        for p, q in zip(empty.parameters(), filled.parameters(), strict=True):
+            p.copy_(q)
+    x = batch(0, device)
+    assert torch.equal(empty(x), single(x))
+
+
 @on_ranks(1, 2, gpus=())
 def test_frozen_rows_that_are_copied_bring_their_scales(mesh: DeviceMesh, device: str) -> None:
     model, _ = adapters_on_a_frozen_base()
