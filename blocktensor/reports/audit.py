@@ -124,7 +124,9 @@ class _Products(TorchDispatchMode):
         self.entries: list[AuditedProduct] = []
         self._tracker, self._weights = tracker, weights
         self._recorded_by: dict[int, AuditedProduct] = {}  # by the number of an autograd node
-        self._columnwise = WeakTensorKeyDictionary()  # the columnwise data of gradients
+        # the columnwise data of activations and gradients, with the number of tokens: casts add
+        # columns; 0 where casts of several ranks were put together
+        self._columnwise = WeakTensorKeyDictionary()
         self.hidden: dict[HiddenProducts, None] = {}
         self._sent: dict[str, None] = {}  # modules whose tokens travel in high precision
 
@@ -146,11 +148,13 @@ class _Products(TorchDispatchMode):
         out = func(*args, **kwargs)
         product = product_of(func, args, kwargs, out)
         for cast in columnwise_data(func, args, out):
-            self._columnwise[cast] = True
-        if product is None and any(x in self._columnwise for x in _tensors(args)):
+            self._columnwise[cast] = len(args[0])
+        casts = [x for x in _tensors(args) if x in self._columnwise]
+        if product is None and casts:
             for x in _tensors(out):  # a view of the bytes, or gathered bytes
                 if x.element_size() == 1:
-                    self._columnwise[x] = True
+                    is_same = x.numel() == casts[0].numel()
+                    self._columnwise[x] = self._columnwise[casts[0]] if is_same else 0
         if product is not None:
             self._add(product, place, (factors(func, args), kwargs))
         elif func is _GATHERS and any(x.dtype in HIGH_PRECISION for x in args[0]):
@@ -185,8 +189,10 @@ class _Products(TorchDispatchMode):
             is_outer = product.k == 1 and (read is None or read.kind == BUFFER)
             note = OUTER_PRODUCT if is_outer and not is_fp8 and not is_attention else ""
         elif is_fp8:
-            is_wgrad = product.is_wgrad or operands[0][0] in self._columnwise
-            kind = "wgrad" if is_wgrad else "dgrad"
+            tokens = self._columnwise.get(operands[0][0])
+            kind = "wgrad" if product.is_wgrad or tokens is not None else "dgrad"
+            if tokens and not product.is_wgrad:
+                product = product.of_tokens(tokens)
         else:
             kind, forward = "backward", self._recorded_by.get(place.node)
             if forward is not None and forward.precision != FP8:

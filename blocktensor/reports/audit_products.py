@@ -36,6 +36,10 @@ class Product(NamedTuple):
     is_attention: bool = False
     is_batched: bool = False
 
+    def of_tokens(self, tokens: int) -> Product:
+        """Return the matmul without the columns that casts have added to ``tokens`` of them."""
+        return self._replace(k=tokens, flops=2 * self.batch * self.m * self.n * tokens)
+
 
 _LEFT_OPERAND = {
     ours.gemm: 0,
