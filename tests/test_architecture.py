@@ -45,6 +45,7 @@ RANKS = (
     "blocktensor.ops.producers",
     "blocktensor.ops.norm",
     "blocktensor.ops.cross_entropy",
+    "blocktensor.ops.linear_layer",
     "blocktensor.ops.grouped_gemm",
     "blocktensor.ops.gemm",
     "blocktensor.ops.gemm.hopper",

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from ..ops import checks, linear
+from ..ops import checks
 from ..ops.formats import group_rows
+from ..ops.linear_layer import ops
 from ..ops.runtime import check_recordings
 from ..ops.runtime.launch import this_thread
 from ..ops.runtime.specialize import PLAIN, Decisions, must_dispatch
@@ -27,7 +28,7 @@ from .pipelining import LOSES_GRAPHS, watch_halves
 
 FP8_TYPES = (BlockwiseFP8Weight, BlockwiseFP8Tensor)
 
-LARGE_BYTES = linear.LARGE_BYTES
+LARGE_BYTES = ops.LARGE_BYTES
 """Tensors of this size are freed as early as possible in backward, at the cost of host time."""
 
 

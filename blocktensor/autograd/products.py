@@ -29,7 +29,7 @@ from ..ops.cast.producer import Forms
 from ..ops.formats import BlockFormat, Quantized
 from ..ops.gemm.ops import gemm
 from ..ops.grouped_gemm.ops import grouped_gemm, grouped_gemm_wgrad
-from ..ops.linear import linear_backward, linear_fprop
+from ..ops.linear_layer.ops import linear_backward, linear_fprop
 from ..ops.scale_layouts import VECTOR_BYTES
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from .plan import Plan
@@ -104,7 +104,12 @@ class Dense:
         return x.rowwise() if rowwise else None, x.columnwise() if columnwise else None
 
     def traced_backward(
-        self, grad: Tensor, x: Quantized | None, read: SavedWeight, saved: Sequence[Tensor], plan: Plan
+        self,
+        grad: Tensor,
+        x: Quantized | None,
+        read: SavedWeight,
+        saved: Sequence[Tensor],
+        plan: Plan,
     ) -> tuple[Tensor | None, Tensor | None]:
         """Return dx and dw by one op, while a compiler traces.
 

@@ -102,8 +102,8 @@ class FP8Base(Tensor):
         sizes = [form.element_size() for form in forms if form is not None]
         return sum(sizes) if sizes else super().element_size()
 
-    # Optimizers read and reset gradients, and compiled code reads sizes and strides, for every weight
-    # in every step: these methods take a quarter of the time of __torch_function__.
+    # In every step optimizers read and reset the gradient of each weight, and compiled code reads
+    # its sizes and strides: these methods take a quarter of the time of __torch_function__.
 
     def size(self, dim: Any = None) -> Any:
         """Return the shape, or one size, as any tensor's."""

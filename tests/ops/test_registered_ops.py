@@ -15,7 +15,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 from blocktensor.ops import formats, reference
-from blocktensor.ops import linear as linear_ops
 from blocktensor.ops.cast import ops as cast_ops
 from blocktensor.ops.cast.ops import quantize_rowwise
 from blocktensor.ops.formats import (
@@ -28,6 +27,7 @@ from blocktensor.ops.formats import (
 from blocktensor.ops.gemm import ops as gemm_ops
 from blocktensor.ops.gemm.ops import gemm
 from blocktensor.ops.grouped_gemm import ops as grouped_gemm_ops
+from blocktensor.ops.linear_layer import ops as linear_ops
 from blocktensor.ops.op import OPS
 from blocktensor.ops.producers import ops as producer_ops
 from tests.support.groups import columnwise, ends, stack

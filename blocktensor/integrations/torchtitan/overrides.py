@@ -59,9 +59,9 @@ class BlockwiseFP8SelectiveAC(SelectiveAC):
     """torchtitan's ``SelectiveAC``, which counts products in FP8 among the matrix products.
 
     torchtitan's policy goes by ops: it saves the results of ``aten.mm``, all but every second, and
-    does not know ``blocktensor::gemm`` and ``blocktensor::linear_fprop``. Here the results of every second product, in FP8 or not,
-    are saved; casts are made again. Products of experts are computed again, as torchtitan does in
-    high precision.
+    does not know ``blocktensor::gemm`` and ``blocktensor::linear_fprop``. Here the results of every
+    second product, in FP8 or not, are saved; casts are made again. Products of experts are computed
+    again, as torchtitan does in high precision.
     """
 
     @dataclass(kw_only=True, slots=True)

@@ -75,7 +75,7 @@ def _facts(plan: Any) -> dict[str, Any]:
     """Return the attributes of a plan by name, and the attributes of the plans that it holds."""
     if not isinstance(plan, tuple):
         return vars(plan)
-    made = {}
+    made: dict[str, Any] = {}
     for name, x in plan._asdict().items():  # type: ignore[attr-defined]
         inner = vars(x) if hasattr(x, "__dict__") else None  # a plan, or a format
         made |= {name: x} if inner is None else {f"{name}.{k}": v for k, v in inner.items()}

@@ -1,4 +1,4 @@
-// Repeats what Python has decided (README.md in this folder):
+// Repeats what Python has decided (docs/design/deciding_once.md):
 //
 //   Table    calls of a function: finds the recording of a call by the layouts of all its
 //            arguments, allocates, and launches

@@ -5,7 +5,7 @@ A compiled graph pays for every op that it calls. ``linear_fprop`` casts the wei
 have the bits of the ops that they consist of.
 
 With ``offs``, rows belong to groups, and weights are stacks of experts: see
-``grouped_gemm/ops.py``.
+``../grouped_gemm/ops.py``.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .cast.choose_backend import cast_backend
-from .cast.ops import quantize_forms, quantize_grouped, quantize_rowwise, quantize_transpose
-from .formats import BlockFormat, Quantized
-from .gemm.ops import gemm
-from .grouped_gemm.ops import grouped_gemm, grouped_gemm_wgrad
-from .op import op
-from .runtime.specialize import recorded
+from ..cast.choose_backend import cast_backend
+from ..cast.ops import quantize_forms, quantize_grouped, quantize_rowwise, quantize_transpose
+from ..formats import BlockFormat, Quantized
+from ..gemm.ops import gemm
+from ..grouped_gemm.ops import grouped_gemm, grouped_gemm_wgrad
+from ..op import op
+from ..runtime.specialize import recorded
 
-LARGE_BYTES = 128 << 20
+LARGE_BYTES = 2**27
 """A backward that reads or makes a tensor of this size frees each intermediate after its use, at
 the cost of host time, which is then a small part. A recorded one holds all of them until it
 ends."""
@@ -82,7 +82,9 @@ def linear_fprop(
 
 def _decide_backward(grad: Tensor, *others: Any) -> Callable[..., tuple[Tensor | None, ...]]:
     x, w, w_columnwise, _, format, *_ = others
-    operands = [of for of in (x and x.data, w, w_columnwise and w_columnwise.data) if of is not None]
+    operands = [
+        of for of in (x and x.data, w, w_columnwise and w_columnwise.data) if of is not None
+    ]
     rows, n = _matrix(grad.shape)
     largest = max(rows * n, *(math.prod(of.shape) for of in operands)) * grad.itemsize
     launches = largest < LARGE_BYTES and cast_backend(grad, format).launches
@@ -181,9 +183,10 @@ def linear_backward(
     """
     rows, n = _matrix(grad.shape)
     dx = dw = None
-    if w is not None or w_columnwise is not None:
-        k = w.shape[-1] if w is not None else w_columnwise.data.shape[-2]
-        dx = grad.new_empty((rows, k), dtype=x_dtype)
+    if w is not None:
+        dx = grad.new_empty((rows, w.shape[-1]), dtype=x_dtype)
+    elif w_columnwise is not None:
+        dx = grad.new_empty((rows, w_columnwise.data.shape[-2]), dtype=x_dtype)
     if x is not None:
         k = x.data.shape[0]
         if offs is None:

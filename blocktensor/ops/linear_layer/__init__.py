@@ -1,0 +1,1 @@
+"""Internal: a direction of a linear layer as one op, for compiled graphs."""
