@@ -21,6 +21,7 @@ from ..model.names import (
     weights_to_skip,
     with_all_above,
 )
+from ..model.progress import check_progress, progress_bar
 from ..model.weights import (
     Matrix,
     fp8_form,
@@ -120,6 +121,7 @@ def convert(
     stacks: Experts | None = None,
     convert_head: bool = False,
     dry_run: bool = False,
+    progress: bool | None = None,
 ) -> ConversionReport:
     """Convert a model's weights to FP8 in place, and report on every matrix.
 
@@ -150,6 +152,9 @@ def convert(
             of all tokens.
         dry_run: return the same report, and leave the model unchanged. The call makes all checks:
             it raises and warns as the conversion would.
+        progress: show a bar on stderr, on rank 0 (needs tqdm): True, False or, by default, if
+            stderr is a terminal and the call takes two seconds. ``BLOCKTENSOR_PROGRESS=0`` or ``1``
+            sets the default.
 
     Returns:
         The report; ``print`` it.
@@ -185,6 +190,7 @@ def convert(
             raise TypeError(f"{option}={value!r}: expected True or False")
     named = {} if stacks is None else named_experts(model, stacks)
     skipped = weights_to_skip(model, skip, named)
+    check_progress(progress)
     not_fake(model.parameters())
 
     matrices = matrices_of(model, named)
@@ -207,8 +213,11 @@ def convert(
         None if gpu is None else described(gpu),
     )
     if not dry_run:
-        for matrix in chosen:
-            _swap(matrix, recipe)
+        total = sum(matrix.parameter.numel() for matrix in chosen)
+        with progress_bar("convert", total, progress, unit="parameters") as done:
+            for matrix in chosen:
+                _swap(matrix, recipe)
+                done(matrix.parameter.numel())
         for matrix in matrices:
             _register_hooks(matrix.module)
     if not report.converted:
