@@ -245,14 +245,17 @@ def test_frozen_weights_and_inputs_that_are_fp8() -> None:
 def test_a_model_without_fp8_warns_once() -> None:
     model = nn.Linear(64, 64)
     health = monitor(model, every=1)
+
+    def measured_step() -> None:
+        with health:
+            model(randn(8, 64, dtype=torch.float32)).sum().backward()
+
     with pytest.warns(UserWarning, match="measured nothing: no cast of this Linear ran") as told:
-        for _ in range(2):
-            with health:
-                model(randn(8, 64, dtype=torch.float32)).sum().backward()
+        measured_step()
     assert [x.filename for x in told] == [__file__]
+    measured_step()  # warnings are errors
     convert(model, skip_small=False)
-    with health:
-        model(randn(8, 64, dtype=torch.float32)).sum().backward()
+    measured_step()
     assert health.scalars()
 
 
