@@ -43,9 +43,9 @@ FOREIGN = {
         pytorch/quantization.py pytorch/tensor/float8_blockwise_tensor.py""",
     "Megatron": """--moe-router-padding-for-fp8 batch_invariant_mode main_grad core/fp8_utils.py
         core/transformer/moe/README.md core/transformer/transformer_config.py
-        docs/megatron-lm-to-megatron-bridge.md docs/performance-summary-archive.md docs/performance-summary.md
-        docs/source/workflows/training.md docs/user-guide/features/megatron_fsdp.md
-        training/arguments.py""",
+        docs/megatron-lm-to-megatron-bridge.md docs/performance-summary-archive.md
+        docs/performance-summary.md docs/source/workflows/training.md
+        docs/user-guide/features/megatron_fsdp.md training/arguments.py""",
     "transformers, peft": """DistributedConfig base_model_ep_plan config.json disable_adapter
         enable_expert_parallel gate_up_proj_scale_inv label_smoothing_factor load_in_4bit
         tie_weights weight_scale""",
@@ -58,6 +58,8 @@ FOREIGN = {
         trainer/models/layers/fp8_linear.py""",
     "XTuner, AutoModel": """components/models/common/utils.py docs/guides/fp8-training.mdx
         docs/performance-summary.mdx pretrain_sft/advanced_tutorial/float8.md""",
+    "diffusers": """DiTTransformer2DModel FluxTransformer2DModel SD3Transformer2DModel
+        WanTransformer3DModel condition_embedder time_text_embed""",
     "others": "SpectralSphere TRITON_CACHE_DIR on_after_backward on_train_batch_start",
     "made up in an example": "that_linear v0 runs/fsdp2_llama/result.json",
     "tried and removed: docs/experiments": "store_fp8",
