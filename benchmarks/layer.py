@@ -17,6 +17,7 @@ from torch import nn
 from . import profiled, results
 from .block import variant
 from .llama import Shape, stack, step
+from .roofline import BANDWIDTH, FLOPS
 from .timing import Call, round_robin
 
 TIME = 8192
@@ -33,12 +34,6 @@ VARIANTS = (
     "fp8, fused, wgrad_input=1x128",
 )
 
-BF16_FLOPS, FP8_FLOPS = 989e12, 1979e12
-"""Dense peaks of an H100's and an H200's tensor cores, in a second."""
-
-BYTES = {"h100": 3.35e12, "h200": 4.8e12}
-"""Peaks of their memory, in a second."""
-
 
 def limits(shape: Shape, tokens: int, fp8: bool, card: str) -> dict[str, float]:
     """The least microseconds of forward and backward: GEMMs, causal attention, casts.
@@ -53,9 +48,9 @@ def limits(shape: Shape, tokens: int, fp8: bool, card: str) -> dict[str, float]:
     attention = 3.5 * 2 * tokens * tokens * d  # the forward's two products, backward's five, halved
     cast = sum(4 * tokens * (n + k) + 4 * n * k for n, k in linears)
     return {
-        "gemms": flops / (FP8_FLOPS if fp8 else BF16_FLOPS) * 1e6,
-        "attention": attention / BF16_FLOPS * 1e6,
-        "casts": cast / BYTES[card] * 1e6 if fp8 else 0.0,
+        "gemms": flops / FLOPS["fp8" if fp8 else "bf16"] * 1e6,
+        "attention": attention / FLOPS["bf16"] * 1e6,
+        "casts": cast / BANDWIDTH[card] * 1e6 if fp8 else 0.0,
     }
 
 

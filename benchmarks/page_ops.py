@@ -15,8 +15,10 @@ from .page_parts import (
     source,
     table,
     times,
+    wrapped,
 )
 from .results import Row, columns, geometric_mean, ratios, select
+from .roofline import BANDWIDTH, roofline
 from .shapes import label_of_experts
 
 _KINDS = {"fprop": "forward", "square": "weight gradient"}
@@ -57,8 +59,53 @@ def linear(content: Content, page: Path) -> list[str]:
         rows,
         content,
         ". In eager mode host time limits small layers; CUDA graphs have none",
-        more=image("linear_speedup.png", "speed-up of linear layers", page),
+        more=[*image("linear_speedup.png", "speed-up of linear layers", page), *_roofline(content)],
     )
+
+
+def _roofline(content: Content) -> list[str]:
+    """Speed-ups of layers over the ones that their matmuls and casts allow."""
+    card = next(
+        (card for card in BANDWIDTH if card.upper() in content["environment"]["device"]), None
+    )
+    if card is None:
+        return []
+    body = []
+    for row in content["rows"]:
+        limit = roofline((row["m"], row["n"], row["k"]), card)
+        shares = [row[x] / limit.two_reads for x in ("graph_speedup", "eager_speedup")]
+        strict = row["graph_speedup"] / limit.one_read
+        body.append(
+            (
+                shape_of(row),
+                times(limit.two_reads),
+                *(f"{share:.0%}" for share in shares),
+                times(limit.one_read),
+                f"{strict:.0%}",
+            )
+        )
+    return [
+        wrapped(
+            "**Over the roofline**: the speed-up that matmuls at 78% of the peak and casts at 92% "
+            "of the bandwidth would have, by torchao's model (`roofline_utils.py`, with the "
+            f"bandwidth of this card, {BANDWIDTH[card] / 1e12:.2f} TB/s). It reads x, w and g once "
+            "for each of their two forms; the last columns read each once, as our casts of x and g "
+            "do:"
+        ),
+        "",
+        *table(
+            (
+                "tokens x (out x in)",
+                "roofline",
+                "of it, CUDA graph",
+                "of it, eager",
+                "roofline, one read",
+                "of it, CUDA graph",
+            ),
+            body,
+        ),
+        "",
+    ]
 
 
 def linear_in_brief(content: Content, page: Path) -> list[str]:

@@ -25,6 +25,7 @@ import blocktensor
 
 from . import patches
 from .conversion.fast_path import FAMILIES, described
+from .model import progress
 from .ops import reference
 from .ops.devices import HOPPER, capability, card
 from .ops.runtime import build_player
@@ -33,7 +34,16 @@ from .reports.plan import command
 from .reports.predict import tokens_to_gain
 from .text_table import Table, human_bytes
 
-OPTIONAL = ("triton", "safetensors", "numpy", "transformers", "accelerate", "peft", "torchtitan")
+OPTIONAL = (
+    "triton",
+    "safetensors",
+    "numpy",
+    "tqdm",
+    "transformers",
+    "accelerate",
+    "peft",
+    "torchtitan",
+)
 """Packages that parts of the library need."""
 
 VARIABLES = (
@@ -42,6 +52,7 @@ VARIABLES = (
     "BLOCKTENSOR_FAST_PATH",
     "BLOCKTENSOR_GEMM",
     "BLOCKTENSOR_PLAYER",
+    progress.VARIABLE,
     patches.VARIABLE,
     "TRITON_INTERPRET",
     "CUDA_VISIBLE_DEVICES",

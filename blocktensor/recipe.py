@@ -118,6 +118,9 @@ class Recipe:
 
 DEFAULT_RECIPE = Recipe()
 
+MIGRATING = "docs/guides/migrating.md"
+"""The page for users of other libraries, which messages name."""
+
 
 def check_recipe(recipe: object) -> None:
     """Check that ``recipe`` is a Recipe or None, else raise TypeError."""
@@ -125,7 +128,9 @@ def check_recipe(recipe: object) -> None:
         return
     is_scale = isinstance(recipe, str) and recipe in ACTIVATION_FORMATS
     example = f"Recipe(scale={recipe!r})" if is_scale else "Recipe() or Recipe.deepseek()"
+    is_foreign = type(recipe).__module__.partition(".")[0] in ("torchao", "transformer_engine")
+    page = f"; {MIGRATING} says which recipe does the same" if is_foreign else ""
     raise TypeError(
         f"recipe={recipe!r} is a {type(recipe).__name__}: expected a blocktensor.Recipe, e.g. "
-        f"{example}"
+        f"{example}{page}"
     )

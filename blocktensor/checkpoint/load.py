@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from ..model.names import check_module
+from ..model.progress import check_progress, progress_bar
 from ..model.weights import is_linear, kind_of
 from ..patches import apply_for_fp8
 from ..recipe import Recipe
@@ -101,6 +102,7 @@ def load_fp8(
     strict: bool = True,
     device: torch.device | str | None = None,
     recipe: Recipe | None = None,
+    progress: bool | None = None,
 ) -> LoadReport:
     """Load an FP8 checkpoint into a model whose linear layers are plain, converted or on meta.
 
@@ -126,6 +128,9 @@ def load_fp8(
         recipe: the recipe of the FP8 weights, by which inputs and gradients are cast; default: the
             recipe of the model's weight if it is converted, else ``Recipe()``.
             ``scale="power_of_two"`` needs a checkpoint whose scales are powers of two.
+        progress: show a bar on stderr, on rank 0 (needs tqdm): True, False or, by default, if
+            stderr is a terminal and the call takes two seconds. ``BLOCKTENSOR_PROGRESS=0`` or ``1``
+            sets the default.
 
     Raises:
         ImportError: safetensors is not installed.
@@ -154,6 +159,7 @@ def load_fp8(
     """
     require_safetensors()
     check_module(model, "load_fp8")
+    check_progress(progress)
     folder = Path(path)
     entries, targets = entries_of(folder), _targets(model)
     tensors = {name: target.current for name, target in targets.items()}
@@ -170,7 +176,7 @@ def load_fp8(
         )
     home = torch.device("cpu" if device is None else device)
     stored = {name: (entries[name], module) for name, module in states.items()}
-    fp8 = _load(folder, targets, matched, stored, home, recipe)
+    fp8 = _load(folder, targets, matched, stored, home, recipe, progress)
     plain = (*(name for name in matched.sources if name not in fp8), *states)
     report = LoadReport(fp8, plain, missing, unexpected)
     if all(fp8_part(x) is None for x in model.parameters()):
@@ -187,7 +193,7 @@ def load_matched(
     model: nn.Module, folder: Path, matched: Matched, device: torch.device, recipe: Recipe | None
 ) -> None:
     """Load matched tensors from ``folder``, as :func:`load_fp8` does."""
-    _load(folder, _targets(model), matched, {}, device, recipe)
+    _load(folder, _targets(model), matched, {}, device, recipe, False)
 
 
 def _load(
@@ -197,6 +203,7 @@ def _load(
     states: Mapping[str, tuple[Entry, nn.Module]],
     device: torch.device,
     recipe: Recipe | None,
+    progress: bool | None,
 ) -> tuple[str, ...]:
     """Check and read everything, then change the model; return the names of FP8 weights.
 
@@ -205,7 +212,7 @@ def _load(
         targets: the places of tensors in the model.
         matched: the stored tensors of these places.
         states: the modules with an extra state, and its stored tensor.
-        device, recipe: as for :func:`load_fp8`.
+        device, recipe, progress: as for :func:`load_fp8`.
     """
     for name, source in matched.sources.items():
         check_fits(name, source, targets[name].current)
@@ -227,15 +234,19 @@ def _load(
         for name, module in modules.items():
             module.set_extra_state(given[name])
 
-    def read() -> None:
+    def read(done: Callable[[int], object]) -> None:
         # file by file; discarded unless all checks pass
         for name, source in sorted(sources.items(), key=lambda x: x[1].weights[0].file):
-            values[name] = read_values(targets[name].current, source, device, recipe, files.read)
+            current = targets[name].current
+            values[name] = read_values(current, source, device, recipe, files.read)
+            done(_nbytes(current, source))
         extra.update((name, files.read(entry).clone()) for name, (entry, _) in states.items())
         set_states(extra)  # a module may refuse its state: before anything else changes
 
     try:
-        ranks.each(read)
+        total = sum(_nbytes(targets[name].current, source) for name, source in sources.items())
+        with progress_bar("load_fp8", total, progress) as done:
+            ranks.each(lambda: read(done))
     except BaseException:
         with contextlib.suppress(Exception):  # restore the module that has refused its state
             set_states(before)
@@ -243,6 +254,11 @@ def _load(
     _assign(targets, sources, values)
     set_states(extra)  # again, since a state may depend on weights
     return tuple(name for name, source in sources.items() if source.is_fp8)
+
+
+def _nbytes(current: Tensor, source: Source) -> int:
+    """Return the bytes of a tensor of the model after loading, without scales."""
+    return current.numel() * (1 if source.is_fp8 else current.itemsize)
 
 
 def _assign(

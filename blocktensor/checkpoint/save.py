@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NoReturn
@@ -13,6 +12,7 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 
 from ..conversion.kept import warn_of_lost_changes
+from ..model.progress import check_progress, progress_bar
 from ..sharding.ranks import Ranks
 from ..tensor.base import TORCH_FUNCTIONS, implements
 from .described import Described, readable
@@ -32,6 +32,7 @@ def save_fp8(
     config: Mapping[str, Any] | None = None,
     max_shard_bytes: int = _DEFAULT_SHARD,
     overwrite: bool = False,
+    progress: bool | None = None,
 ) -> Path:
     """Write a converted model in FP8: 1 byte a weight, in the layout of DeepSeek-V3.
 
@@ -73,6 +74,9 @@ def save_fp8(
         config: further entries of ``config.json``; default: ``model.config.to_dict()`` if present.
         max_shard_bytes: size limit of a file; a larger tensor or expert gets a file of its own.
         overwrite: replace an existing checkpoint, of :func:`save_fp8` or another library.
+        progress: show a bar on stderr, on rank 0 (needs tqdm): True, False or, by default, if
+            stderr is a terminal and the call takes two seconds. ``BLOCKTENSOR_PROGRESS=0`` or ``1``
+            sets the default.
 
     Returns:
         ``path``.
@@ -100,6 +104,7 @@ def save_fp8(
     require_safetensors()
     if max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes={max_shard_bytes}: expected at least 1")
+    check_progress(progress)
     found = exported(model, "save_fp8", separate_experts)
     warn_of_lost_changes(model, "save_fp8")
     ranks, folder = Ranks.of(found.tensors.values()), Path(os.path.realpath(path))
@@ -119,7 +124,9 @@ def save_fp8(
 
         made, tag = ranks.first(begin)
         shards = _shards(units_of(found), made, tag, max_shard_bytes)
-        index, *_ = ranks.each(lambda: _write(found, shards, folder, ranks))
+        total = sum(unit.nbytes for members in shards.values() for unit in members)
+        with progress_bar("save_fp8", total, progress) as done:
+            index, *_ = ranks.each(lambda: _write(found, shards, folder, ranks, done))
 
         def finish() -> None:
             with naming(folder):
@@ -169,7 +176,11 @@ def _shards(units: Iterable[Unit], folder: Path, tag: str, limit: int) -> dict[P
 
 
 def _write(
-    found: Exported, shards: Mapping[Path, list[Unit]], folder: Path, ranks: Ranks
+    found: Exported,
+    shards: Mapping[Path, list[Unit]],
+    folder: Path,
+    ranks: Ranks,
+    done: Callable[[int], object],
 ) -> dict[str, Any]:
     """Write this rank's share of the shards; return the index of all.
 
@@ -189,7 +200,8 @@ def _write(
     with ThreadPoolExecutor(1) as pool:
         for turn, (file, members) in enumerate(shards.items()):
             held: dict[str, Tensor] = {}
-            for stored in itertools.islice(stored_units, len(members)):
+            for unit, stored in zip(members, stored_units, strict=False):
+                done(unit.nbytes)
                 places |= dict.fromkeys(stored, file.name)
                 size += sum(x.nbytes for x in stored.values())
                 if turn % ranks.size != ranks.index or failure is not None:

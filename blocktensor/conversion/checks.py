@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -14,12 +14,30 @@ from torch.nn.parameter import is_lazy
 
 from ..model.weights import is_fully_sharded
 from ..ops.checks import high_precision_dtype
-from ..recipe import DEFAULT_RECIPE, Recipe
+from ..recipe import DEFAULT_RECIPE, MIGRATING, Recipe
 from ..sharding.dtensor import check_cuts, fp8_part, is_parallel, local_of
 from ..sharding.fsdp.fsdp_internals import ShardedParam, owner_of, sharded_with
 from ..tensor.base import FP8Base
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
+
+_OURS = {
+    "module_filter_fn": "filter=, a function of the same arguments (module, name)",
+    "filter_fn": "filter=, a function of the same arguments (module, name)",
+    "config": "recipe=, a blocktensor.Recipe",
+}
+"""Arguments of ``convert`` that stand for those of torchao's functions."""
+
+
+def refuse_others(others: Mapping[str, object]) -> None:
+    """Raise TypeError for arguments that ``convert`` does not have."""
+    for name in others:
+        if name in _OURS:
+            raise TypeError(
+                f"convert() has no argument {name!r}, which is torchao's: pass {_OURS[name]}; "
+                f"{MIGRATING} compares the two libraries"
+            )
+        raise TypeError(f"convert() got an unexpected keyword argument {name!r}")
 
 
 def not_fake(parameters: Iterable[Tensor]) -> None:

@@ -10,6 +10,7 @@ matrix, with the reasons that this file writes.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NoReturn
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -21,6 +22,7 @@ from ..model.names import (
     weights_to_skip,
     with_all_above,
 )
+from ..model.progress import check_progress, progress_bar
 from ..model.weights import (
     Matrix,
     fp8_form,
@@ -40,7 +42,7 @@ from ..sharding.fsdp.fsdp_internals import owner_of
 from ..tensor.base import FP8Base
 from ..tensor.compat.swap_in import swap_in
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
-from .checks import castable, not_fake
+from .checks import castable, not_fake, refuse_others
 from .fast_path import described, gpu_of, warn_if_missing
 from .plan import Choices, Filter, decide, heads_of, is_to_be_cast
 from .report import ConversionReport, Entry, MinSizes
@@ -120,6 +122,8 @@ def convert(
     stacks: Experts | None = None,
     convert_head: bool = False,
     dry_run: bool = False,
+    progress: bool | None = None,
+    **others: NoReturn,
 ) -> ConversionReport:
     """Convert a model's weights to FP8 in place, and report on every matrix.
 
@@ -150,6 +154,10 @@ def convert(
             of all tokens.
         dry_run: return the same report, and leave the model unchanged. The call makes all checks:
             it raises and warns as the conversion would.
+        progress: show a bar on stderr, on rank 0 (needs tqdm): True, False or, by default, if
+            stderr is a terminal and the call takes two seconds. ``BLOCKTENSOR_PROGRESS=0`` or ``1``
+            sets the default.
+        others: nothing; arguments of torchao's functions raise, and the message names ours.
 
     Returns:
         The report; ``print`` it.
@@ -175,6 +183,7 @@ def convert(
         >>> model(torch.randn(8, 256, dtype=torch.bfloat16)).sum().backward()  # matmuls in FP8
     """
     check_module(model, "convert")
+    refuse_others(others)
     check_recipe(recipe)
     if filter is not None and not callable(filter):
         raise TypeError(f"filter={filter!r} is not callable: expected filter(module, name) -> bool")
@@ -185,6 +194,7 @@ def convert(
             raise TypeError(f"{option}={value!r}: expected True or False")
     named = {} if stacks is None else named_experts(model, stacks)
     skipped = weights_to_skip(model, skip, named)
+    check_progress(progress)
     not_fake(model.parameters())
 
     matrices = matrices_of(model, named)
@@ -207,8 +217,11 @@ def convert(
         None if gpu is None else described(gpu),
     )
     if not dry_run:
-        for matrix in chosen:
-            _swap(matrix, recipe)
+        total = sum(matrix.parameter.numel() for matrix in chosen)
+        with progress_bar("convert", total, progress, unit="parameters") as done:
+            for matrix in chosen:
+                _swap(matrix, recipe)
+                done(matrix.parameter.numel())
         for matrix in matrices:
             _register_hooks(matrix.module)
     if not report.converted:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..model.names import check_module
+from ..model.progress import check_progress, progress_bar
 from ..model.weights import Matrix, fp8_weights, frozen_form, kind_of, why_unconvertible
 from ..sharding.dtensor import fp8_part, with_local
 from ..sharding.fsdp.gather import GatheredInFP8
@@ -25,7 +26,13 @@ from .state_dict import register_state_hooks
 Rounding: TypeAlias = Literal["nearest", "stochastic"]
 
 
-def freeze(model: nn.Module, *, rounding: Rounding = "nearest", seed: int = 0) -> list[str]:
+def freeze(
+    model: nn.Module,
+    *,
+    rounding: Rounding = "nearest",
+    seed: int = 0,
+    progress: bool | None = None,
+) -> list[str]:
     """Drop the high-precision masters of a model's FP8 weights: 1 byte a weight, no gradient.
 
     By default forward and dgrad keep their bits, since they read the same cast. After
@@ -40,6 +47,9 @@ def freeze(model: nn.Module, *, rounding: Rounding = "nearest", seed: int = 0) -
             Blocks that have not changed since :func:`unfreeze` keep their bytes. For weights that
             were trained in high precision, ``"nearest"`` has the smaller error.
         seed: of the random numbers. The same seed gives the same bytes on the same kind of device.
+        progress: show a bar on stderr, on rank 0 (needs tqdm): True, False or, by default, if
+            stderr is a terminal and the call takes two seconds. ``BLOCKTENSOR_PROGRESS=0`` or ``1``
+            sets the default.
 
     Returns:
         The names of the linear layers, and of the stacks of experts, that were frozen.
@@ -62,6 +72,7 @@ def freeze(model: nn.Module, *, rounding: Rounding = "nearest", seed: int = 0) -
         'BlockwiseFP8Tensor'
     """
     check_module(model, "freeze")
+    check_progress(progress)
     if rounding not in get_args(Rounding):
         raise ValueError(f"rounding={rounding!r}: expected one of {', '.join(get_args(Rounding))}")
     if type(seed) is not int:
@@ -79,7 +90,7 @@ def freeze(model: nn.Module, *, rounding: Rounding = "nearest", seed: int = 0) -
             kept.add(origin, master, made)
         return made
 
-    names = _swap_all(model, "freeze", frozen)
+    names = _swap_all(model, "freeze", frozen, progress)
     kept.warn("freeze", stacklevel=3)
     return names
 
@@ -94,7 +105,7 @@ def _generator(device: torch.device, seed: int, number: int) -> torch.Generator:
     return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
-def unfreeze(model: nn.Module) -> list[str]:
+def unfreeze(model: nn.Module, *, progress: bool | None = None) -> list[str]:
     """Make a model's frozen FP8 weights trainable, with masters of their present values.
 
     Each weight remembers its scales and a sample of its values (32 KiB and 0.03% of its bytes), by
@@ -110,6 +121,12 @@ def unfreeze(model: nn.Module) -> list[str]:
         for layer in model.layers:
             fully_shard(layer)
         fully_shard(model)
+
+    Args:
+        model: any module, with frozen FP8 weights.
+        progress: show a bar on stderr, on rank 0 (needs tqdm): True, False or, by default, if
+            stderr is a terminal and the call takes two seconds. ``BLOCKTENSOR_PROGRESS=0`` or ``1``
+            sets the default.
 
     Returns:
         The names of the linear layers, and of the stacks of experts, that are now trainable.
@@ -131,6 +148,7 @@ def unfreeze(model: nn.Module) -> list[str]:
         True
     """
     check_module(model, "unfreeze")
+    check_progress(progress)
 
     def trainable(weight: Matrix, held: Any) -> Tensor | None:
         if not isinstance(held, BlockwiseFP8Tensor):
@@ -139,7 +157,7 @@ def unfreeze(model: nn.Module) -> list[str]:
         remember(weight.parameter, held, made.master)
         return made
 
-    return _swap_all(model, "unfreeze", trainable)
+    return _swap_all(model, "unfreeze", trainable, progress)
 
 
 Swapped = Callable[[Matrix, Any], Tensor | None]
@@ -149,7 +167,7 @@ It gets the matrix, and the FP8 weight, which is the local part of a DTensor.
 """
 
 
-def _swap_all(model: nn.Module, action: str, swapped: Swapped) -> list[str]:
+def _swap_all(model: nn.Module, action: str, swapped: Swapped, progress: bool | None) -> list[str]:
     trains = action == "unfreeze"
     weights = [
         Matrix(name, key, module)
@@ -171,22 +189,25 @@ def _swap_all(model: nn.Module, action: str, swapped: Swapped) -> list[str]:
     for weight in weights:
         _check(weight, action, others.get(id(weight.parameter)))
     names = []
-    done: set[int] = set()  # tied weights are swapped once and listed under each name
-    for weight in weights:
-        old: Any = weight.parameter
-        held = fp8_part(old)
-        if id(old) not in done and (new := swapped(weight, held)) is not None:
-            new = new if held is old else with_local(old, new)
-            del held  # its references are counted
-            old.grad = None
-            swap_in(old, new)
-            old.requires_grad_(trains)
-            if not trains:
-                forget(old)
-            done.add(id(old))
-        if id(old) in done:
-            names.append(weight.label)
-            register_state_hooks(weight.module)
+    changed: set[int] = set()  # tied weights are swapped once and listed under each name
+    total = sum(weight.parameter.numel() for weight in weights)
+    with progress_bar(action, total, progress, unit="parameters") as done:
+        for weight in weights:
+            old: Any = weight.parameter
+            done(old.numel())
+            held = fp8_part(old)
+            if id(old) not in changed and (new := swapped(weight, held)) is not None:
+                new = new if held is old else with_local(old, new)
+                del held  # its references are counted
+                old.grad = None
+                swap_in(old, new)
+                old.requires_grad_(trains)
+                if not trains:
+                    forget(old)
+                changed.add(id(old))
+            if id(old) in changed:
+                names.append(weight.label)
+                register_state_hooks(weight.module)
     return names
 
 

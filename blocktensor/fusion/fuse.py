@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from ..model.names import check_module
+from ..model.progress import check_progress, progress_bar
 from ..model.weights import kind_of
 from ..overrides import dynamo
 from ..sharding.dtensor import fp8_part
@@ -75,6 +76,7 @@ def fuse(
     model: nn.Module,
     *,
     recompute: bool = False,
+    progress: bool | None = None,
 ) -> FusionReport:
     """Fuse casts into the kernels of gated MLPs, experts and norms of a converted model.
 
@@ -107,6 +109,9 @@ def fuse(
         model: a converted model.
         recompute: compute and cast ``activation(gate) * up`` again in backward, instead of saving
             the casts.
+        progress: show a bar on stderr, on rank 0 (needs tqdm): True, False or, by default, if
+            stderr is a terminal and the call takes two seconds. ``BLOCKTENSOR_PROGRESS=0`` or ``1``
+            sets the default.
 
     Returns:
         The report; ``print`` it.
@@ -130,17 +135,20 @@ def fuse(
     check_module(model, "fuse")
     if not isinstance(recompute, bool):
         raise TypeError(f"recompute={recompute!r}: expected True or False")
+    check_progress(progress)
     if all(fp8_part(p) is None for p in model.parameters()):
         raise not_converted(model, "fuse")
     found = [x for kind in PATTERNS for x in kind.find(model)]
     drawn, entries = Drawn(), list[FusionEntry]()
     chosen: list[tuple[nn.Module, Pattern]] = []
-    for each in found:
-        pattern, reason = _verified(each, recompute, drawn)
-        if pattern is not None:
-            chosen.append((each.module, pattern))
-        computes = (pattern and pattern.computes) or each.computes
-        entries.append(FusionEntry(each.name, kind_of(each.module), computes, reason))
+    with progress_bar("fuse", len(found), progress, unit="modules") as done:
+        for each in found:
+            pattern, reason = _verified(each, recompute, drawn)
+            if pattern is not None:
+                chosen.append((each.module, pattern))
+            computes = (pattern and pattern.computes) or each.computes
+            entries.append(FusionEntry(each.name, kind_of(each.module), computes, reason))
+            done(1)
     in_mlps = {linear for module, _ in chosen for linear in module.children()}
     share_for_norms(model, (x for each in found for x in each.readers if x not in in_mlps))
     if chosen:

@@ -107,26 +107,36 @@ class AuditReport(Report):
         """The matmuls that should have been FP8 and were not, each with its reason."""
         return tuple(e for e in self.entries if e.reason)
 
-    def assert_fp8(self, except_for: Sequence[str] = ()) -> None:
+    def assert_fp8(self, except_for: Sequence[str] = (), *, fp8_share: float | None = None) -> None:
         """Raise unless every matmul with a weight ran in FP8; for tests of a model.
 
         Attention, batched matmuls of two activations, and what a ``note`` explains may run in high
-        precision.
+        precision. With ``fp8_share`` other matmuls may, too, as long as FP8 has this share of all
+        FLOPs; those that should have been FP8 (:attr:`marked`) and ops that may hide matmuls still
+        raise.
 
         Args:
             except_for: modules that may run in high precision with all modules below them:
                 shell-style patterns of names, as in ``skip`` of :func:`blocktensor.convert`, e.g.
                 ``["lm_head", "*.router"]``. ``"(model)"`` is outside of any submodule.
+            fp8_share: above 0 and at most 1. FLOPs of attention count, and FLOPs of ``except_for``
+                do not.
 
         Raises:
             AssertionError: a matmul with a weight ran in high precision, an op may hide one, or no
-                matmul ran in FP8. The message names the modules, and what would convert them.
-            TypeError: ``except_for`` is no list of str.
+                matmul ran in FP8, or FP8 has a smaller share. The message names the modules, and
+                what would convert them.
+            TypeError: ``except_for`` is no list of str, or ``fp8_share`` no number.
+            ValueError: ``fp8_share`` is not above 0 and at most 1.
         """
         patterns = check_patterns(except_for, "except_for", "lm_head")
-        entries = [e for e in self.entries if _why(e) and not matching(e.module, patterns)]
+        counted = [e for e in self.entries if not matching(e.module, patterns)]
         hidden = [x for x in self.hidden if x.weight and not matching(x.module, patterns)]
+        missed = "" if fp8_share is None else _missed(fp8_share, counted)
+        all_must = fp8_share is None or missed
+        entries = [e for e in counted if e.reason or (all_must and _why(e))]
         lines = [str(self._in_high_precision(entries))] if entries else []
+        lines += [f"{missed}. All matmuls: {self._totals()}"] if missed else []
         lines += [f"{x}, reads {x.weight}, and may run matmuls that are not shown" for x in hidden]
         if not any(e.precision == FP8 for e in self.entries):
             lines.insert(0, f"no matmul ran in {FP8}")
@@ -184,6 +194,25 @@ class AuditReport(Report):
                     groups[_NAMED:] = [f"{len(groups) - _NAMED} others"]
                 parts.append(f"{precision}: {', '.join(groups)}")
         return "; ".join(parts)
+
+
+def _missed(fp8_share: float, counted: Iterable[AuditedProduct]) -> str:
+    """Return by how much matmuls in FP8 miss a share of FLOPs; empty if they do not.
+
+    Raises:
+        TypeError, ValueError: ``fp8_share`` is no share.
+    """
+    if isinstance(fp8_share, bool) or not isinstance(fp8_share, (int, float)):
+        raise TypeError(f"fp8_share={fp8_share!r}: expected a number, e.g. 0.9 for 90% of FLOPs")
+    if not 0 < fp8_share <= 1:
+        raise ValueError(f"fp8_share={fp8_share}: expected a share above 0 and at most 1, e.g. 0.9")
+    flops: Counter[bool] = Counter()
+    for e in counted:
+        flops[e.precision == FP8] += e.flops
+    share = flops[True] / max(flops.total(), 1)
+    if share >= fp8_share:
+        return ""
+    return f"FP8 has {share:.1%} of FLOPs, and fp8_share asks for {fp8_share:.1%}"
 
 
 def _why(e: AuditedProduct) -> str:

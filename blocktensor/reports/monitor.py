@@ -8,6 +8,7 @@ the end. Figures stay on the device until they are read, so that no step waits f
 from __future__ import annotations
 
 import math
+import warnings
 import weakref
 from contextlib import ExitStack
 from statistics import median
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from ..model.names import check_module
 from ..model.running_module import ModuleTracker
-from ..model.weights import fp8_weights, label_of
+from ..model.weights import fp8_weights, kind_of, label_of
 from ..ops import reference
 from ..ops.cast.ops import dequantize, quantize_rowwise
 from ..ops.cross_entropy.ops import gradient_of_logits
@@ -105,8 +106,20 @@ class Monitor(Report):
         stack.close()
         if kind is None:
             if found is not None:
-                self._measured[self.step] = _in_one(found | _weights(self._model))
+                found |= _weights(self._model)
+                self._warn_of_nothing(found)
+                self._measured[self.step] = _in_one(found)
             self.step += 1
+
+    def _warn_of_nothing(self, found: Figures) -> None:
+        """Warn, after the first measured step, that no layer ran in FP8."""
+        if not (found or self._measured):
+            warnings.warn(
+                f"the monitor measured nothing: no cast of this {kind_of(self._model)} ran in the "
+                f"step. Convert the model first (blocktensor.convert), and run forward and "
+                f"backward in the `with` block",
+                stacklevel=3,
+            )
 
     def health(self) -> dict[int, dict[str, dict[str, Health]]]:
         """Return the figures of measured steps by step, layer, and ``"x"``, ``"w"`` or ``"g"``.
@@ -209,6 +222,9 @@ def monitor(model: nn.Module, every: int = 100) -> Monitor:
     Raises:
         TypeError: ``model`` is no module.
         ValueError: ``every`` is less than 1.
+
+    Warns:
+        UserWarning: the first measured step has no FP8 weight and no cast.
 
     Examples:
         >>> model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256)).bfloat16()

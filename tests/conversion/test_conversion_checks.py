@@ -6,6 +6,7 @@ import copy
 import weakref
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, Recipe, convert, freeze, unfreeze
 from blocktensor import to_blockwise_fp8_weights as apply
+from blocktensor.recipe import MIGRATING
 from tests.support.models import (
     DIM,
     LINEARS,
@@ -74,6 +76,22 @@ A_RECIPE = "expected a blocktensor.Recipe, e.g. Recipe"
 A_STR = f"recipe='power_of_two' is a str: {A_RECIPE}(scale='power_of_two')"
 
 
+class Float8LinearConfig:
+    """As torchao's."""
+
+    __module__ = "torchao.float8.config"
+
+    def __repr__(self) -> str:
+        return "Float8LinearConfig()"
+
+
+FLOAT8_CONFIG = Float8LinearConfig()
+
+
+def test_the_page_that_messages_name_exists() -> None:
+    assert (Path(__file__).parents[2] / MIGRATING).is_file()
+
+
 @pytest.mark.parametrize(
     ("kind", "options", "text"),
     [
@@ -90,6 +108,26 @@ A_STR = f"recipe='power_of_two' is a str: {A_RECIPE}(scale='power_of_two')"
             {"filter": "*.up"},
             "filter='*.up' is not callable: expected filter(module, name) -> bool",
         ),
+        (
+            TypeError,
+            {"module_filter_fn": lambda m, n: True},
+            "convert() has no argument 'module_filter_fn', which is torchao's: pass filter=, a "
+            "function of the same arguments (module, name); docs/guides/migrating.md compares the "
+            "two libraries",
+        ),
+        (
+            TypeError,
+            {"config": FLOAT8_CONFIG},
+            "convert() has no argument 'config', which is torchao's: pass recipe=, a "
+            "blocktensor.Recipe; docs/guides/migrating.md compares the two libraries",
+        ),
+        (
+            TypeError,
+            {"recipe": FLOAT8_CONFIG},
+            f"recipe=Float8LinearConfig() is a Float8LinearConfig: {A_RECIPE}() or "
+            f"Recipe.deepseek(); docs/guides/migrating.md says which recipe does the same",
+        ),
+        (TypeError, {"skipsmall": 1}, "convert() got an unexpected keyword argument 'skipsmall'"),
         (TypeError, {"skip_small": "yes"}, "skip_small='yes': expected True, False or a MinSizes"),
         (TypeError, {"convert_head": "fp8"}, "convert_head='fp8': expected True or False"),
         (

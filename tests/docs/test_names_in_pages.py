@@ -33,19 +33,19 @@ FOREIGN = {
         ScheduleInterleavedZeroBubble ScheduleLoopedBFS ScheduleZBVZeroBubble Library.define
         ZeroRedundancyOptimizer _broadcast_coalesced cudaStreamSynchronize""",
     "torchao": """Float8ColwiseParallel Float8LinearConverter Float8RowwiseParallel
-        Float8TrainingOpConfig PrepareFloat8ModuleInput _auto_filter_for_recipe filter_fn
-        pad_inner_dim precompute_float8_dynamic_scale_for_fsdp quantize_""",
+        Float8TrainingOpConfig PrepareFloat8ModuleInput _auto_filter_for_recipe pad_inner_dim
+        precompute_float8_dynamic_scale_for_fsdp quantize_ roofline_utils.py""",
     "torchtitan": """--override --parallelism dist_gemm full_dtensor fused_swiglu init_weights
         benchmarks/llama3-8b_h200_202506_trainy-whitefiber.md
         benchmarks/llama3_h100_202412_torchtitan.md""",
-    "TransformerEngine": """Float8BlockScaling GroupedLinear LayerNormMLP fc1_weight
+    "TransformerEngine": """Float8BlockScaling FusedAdam GroupedLinear LayerNormMLP fc1_weight
         is_first_microbatch layer_norm_bias layer_norm_weight quantized_model_init
         pytorch/quantization.py pytorch/tensor/float8_blockwise_tensor.py""",
     "Megatron": """--moe-router-padding-for-fp8 batch_invariant_mode main_grad core/fp8_utils.py
         core/transformer/moe/README.md core/transformer/transformer_config.py
         docs/megatron-lm-to-megatron-bridge.md docs/performance-summary-archive.md
-        docs/source/workflows/training.md docs/user-guide/features/megatron_fsdp.md
-        training/arguments.py""",
+        docs/performance-summary.md docs/source/workflows/training.md
+        docs/user-guide/features/megatron_fsdp.md training/arguments.py""",
     "transformers, peft": """DistributedConfig base_model_ep_plan config.json disable_adapter
         enable_expert_parallel gate_up_proj_scale_inv label_smoothing_factor load_in_4bit
         tie_weights weight_scale""",
@@ -56,6 +56,10 @@ FOREIGN = {
         update_weights_from_tensor""",
     "Unsloth, prime-rl": """FastLanguageModel load_in_fp8 save_pretrained_merged
         trainer/models/layers/fp8_linear.py""",
+    "XTuner, AutoModel": """components/models/common/utils.py docs/guides/fp8-training.mdx
+        docs/performance-summary.mdx pretrain_sft/advanced_tutorial/float8.md""",
+    "diffusers": """DiTTransformer2DModel FluxTransformer2DModel SD3Transformer2DModel
+        WanTransformer3DModel condition_embedder time_text_embed""",
     "others": "SpectralSphere TRITON_CACHE_DIR on_after_backward on_train_batch_start",
     "made up in an example": "that_linear v0 runs/fsdp2_llama/result.json",
     "tried and removed: docs/experiments": "store_fp8",

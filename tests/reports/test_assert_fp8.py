@@ -304,6 +304,64 @@ def test_linears_that_another_library_took_over_fail() -> None:
     assert not first.converted and "which casts its weight itself" in first.reason
 
 
+def test_a_share_of_flops_may_be_enough() -> None:
+    model = Model()
+    convert(model, skip=["*.up"], skip_small=False)
+    report = audit(model, TOKENS)
+    share = report.fp8_share
+    report.assert_fp8(fp8_share=share)
+    with pytest.raises(AssertionError) as error:
+        report.assert_fp8(fp8_share=share + 0.01)
+    said = str(error.value)
+    assert "blocks.*.up (2)" in said and "lm_head" in said and "convert_head=True" in said
+    assert f"FP8 has {share:.1%} of FLOPs, and fp8_share asks for {share + 0.01:.1%}" in said
+    # modules that may run in high precision do not count
+    report.assert_fp8(["lm_head"], fp8_share=share + 0.01)
+    report.assert_fp8(["lm_head", "*.up"], fp8_share=0.9)
+
+
+def test_attention_counts_in_the_share() -> None:
+    report = audit(Other(attention), X)
+    report.assert_fp8()
+    with pytest.raises(AssertionError, match=r"asks for 99\.0%.*attention scores"):
+        report.assert_fp8(fp8_share=0.99)
+
+
+@pytest.mark.parametrize("case", FAILS)
+def test_marked_matmuls_fail_whatever_share_is_asked_for(case: str) -> None:
+    use, text = FAILS[case]
+    report = audit(Other(use), X)
+    if report.marked:
+        with pytest.raises(AssertionError, match=text):
+            report.assert_fp8(fp8_share=0.01)
+    else:
+        report.assert_fp8(fp8_share=0.01)
+
+
+@pytest.mark.filterwarnings("ignore:no weight of this")
+def test_a_share_needs_matmuls_in_fp8() -> None:
+    report = audit(Model(), TOKENS)
+    with pytest.raises(AssertionError, match="no matmul ran in FP8"):
+        report.assert_fp8(fp8_share=0.01)
+    with pytest.raises(AssertionError, match="no matmul ran in FP8"):
+        report.assert_fp8(["*"], fp8_share=0.01)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "kind"),
+    [
+        (90, ValueError),
+        (0, ValueError),
+        (float("nan"), ValueError),
+        (True, TypeError),
+        ("0.9", TypeError),
+    ],
+)
+def test_a_share_is_a_number_up_to_1(wrong: Any, kind: type[Exception]) -> None:
+    with pytest.raises(kind, match=r"^fp8_share=.*e\.g\. 0\.9"):
+        audit(nn.ReLU(), X).assert_fp8(fp8_share=wrong)
+
+
 @pytest.mark.parametrize("wrong", ["lm_head", 3, [nn.Linear(2, 2)]])
 def test_names_must_be_a_list(wrong: Any) -> None:
     with pytest.raises(TypeError, match=r"^except_for.*e\.g\. \['lm_head'\]"):

@@ -265,6 +265,23 @@ def test_frozen_weights_and_inputs_that_are_fp8() -> None:
     assert [*measured(health)] == ["(model)", "1"]
 
 
+def test_a_model_without_fp8_warns_once() -> None:
+    model = nn.Linear(64, 64)
+    health = monitor(model, every=1)
+
+    def measured_step() -> None:
+        with health:
+            model(randn(8, 64, dtype=torch.float32)).sum().backward()
+
+    with pytest.warns(UserWarning, match="measured nothing: no cast of this Linear ran") as told:
+        measured_step()
+    assert [x.filename for x in told] == [__file__]
+    measured_step()  # warnings are errors
+    convert(model, skip_small=False)
+    measured_step()
+    assert health.scalars()
+
+
 def test_a_step_that_raises_is_not_counted() -> None:
     model = converted()
     health = monitor(model)
