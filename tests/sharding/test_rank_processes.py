@@ -87,6 +87,24 @@ def test_a_corrupted_heap_is_another_try(tmp_path: Path, capsys: Any) -> None:
     assert not isinstance(other.value, ranks.HeapCorrupted)
 
 
+def _corrupt_once(calls: str, folder: Path) -> list[str]:
+    names = sorted(path.name for path in folder.iterdir())
+    dist.barrier()
+    (folder / f"by {dist.get_rank()}").touch()
+    if dist.get_rank() == 1 and not Path(calls).exists():
+        Path(calls).touch()
+        os.write(2, b"free(): invalid pointer\n")
+        os.abort()
+    dist.barrier()
+    return names
+
+
+def test_another_try_of_a_test_finds_its_folder_empty(tmp_path: Path) -> None:
+    (tmp_path / "of the test").mkdir()
+    calls, folder = str(tmp_path / "calls"), tmp_path / "of the test"
+    assert ranks.call_on_ranks(2, "cpu", _corrupt_once, calls, folder=folder) == [[], []]
+
+
 def _die_in_a_folder_that_is_used(rank: int, world: int, folder: str) -> list[str]:
     names = sorted(path.name for path in Path(folder).iterdir())
     dist.barrier()
