@@ -36,7 +36,7 @@ endif
 CACHE = $(or $(VENV),build)
 
 .DEFAULT_GOAL := help
-.PHONY: help test quick kernels docs demo demo-moe lint format clean
+.PHONY: help test quick repeated kernels docs demo demo-moe lint format clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -51,6 +51,9 @@ QUICK_TESTS = tests/ops/test_reference.py tests/ops/test_formats.py tests/autogr
 
 quick: $(call ready,test) ## Run a part of the tests that takes a minute: one of everything
 	$(PY) -m pytest $(if $(WORKERS),-n $(WORKERS)) $(ARGS) $(QUICK_TESTS)
+
+repeated: $(call ready,test) ## Run linear layers of CPU tests through player.cpp, as GPUs do
+	BLOCKTENSOR_TEST_REPEATED=1 $(PY) -m pytest $(if $(WORKERS),-n $(WORKERS)) $(ARGS) tests/autograd tests/tensor
 
 kernels: $(addprefix kernels-,$(TRITONS)) ## Compile the Hopper kernels with every supported Triton (no GPU)
 
