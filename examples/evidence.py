@@ -5,7 +5,8 @@
     python examples/evidence.py report --out docs/evidence.md
 
 ``make`` makes the runs that have no result yet, one on each GPU at a time, each in its own process.
-Results are in benchmarks/results/evidence; a run that was stopped goes on from ``--work``.
+Results are in two tables in benchmarks/results/evidence (common/curves.py). A run that was stopped
+goes on from ``--work``.
 
 The rule was fixed before the runs. A run is compared by its last held-out loss with the bf16 run of
 the same seed, in per cent; a variant by the mean of its seeds and the 95% interval of that mean
@@ -16,15 +17,17 @@ of its interval is at most +0.30%, and its mean is within 0.15% of the default's
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shlex
-import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from common.curves import add_result, read_results
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "evidence"
 
@@ -97,10 +100,6 @@ class Run:
     name: str
     group: str
     arguments: tuple[str, ...]
-
-    @property
-    def result(self) -> Path:
-        return RESULTS / f"{self.name}.json"
 
 
 def queue() -> list[Run]:
@@ -197,8 +196,7 @@ def collect(run: Run, work: Path, status: int) -> None:
     print(f"{run.name}: exit {status}; {last[0]}", flush=True)
     steps = int(run.arguments[run.arguments.index("--steps") + 1])
     if made.exists() and f"step {steps}:" in last[0]:
-        run.result.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(made, run.result)
+        add_result(RESULTS, run.name, json.loads(made.read_text()))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -218,14 +216,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     reporting = verbs.add_parser("report", help="write the page and its figures from the results")
     reporting.add_argument("--out", type=Path, required=True, help="the page")
     options = parser.parse_args(argv)
+    done = read_results(RESULTS)
     if options.verb == "list":
         for run in queue():
-            print(f"{'done' if run.result.exists() else '    '}  {run.name}")
+            print(f"{'done' if run.name in done else '    '}  {run.name}")
     elif options.verb == "make":
         import torch
 
         left = [
-            run for run in queue() if options.group in (None, run.group) and not run.result.exists()
+            run for run in queue() if options.group in (None, run.group) and run.name not in done
         ]
         until = time.monotonic() + options.stop_after
         make(left, options.data, options.work, torch.cuda.device_count(), until)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import mean, median, stdev
+from statistics import mean, stdev
 from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
 
+from common.curves import AFTER, EVERY, read_results, steps_of
 from common.records import smooth
 from long_run_report import SMOOTHED, ablation, heldout, page
 
@@ -35,9 +35,6 @@ RECIPES = {
 
 T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 """Student's t for a two-sided interval of 95%, by degrees of freedom from 1 on."""
-
-AFTER = 100
-"""Steps at the start whose gradient norms do not count."""
 
 WINDOW = 200
 """Steps of a mean by which two runs are compared on the way."""
@@ -91,11 +88,11 @@ def spread(runs: Sequence[Result]) -> tuple[float, float, float]:
         as a multiple of the median.
     """
     last = [heldout(run) for run in runs]
-    steps = range(0, len(runs[0]["loss"]) - WINDOW + 1, WINDOW // 10)
-    means = [[mean(run["loss"][at : at + WINDOW]) for run in runs] for at in steps]
+    points = WINDOW // EVERY
+    starts = range(len(runs[0]["loss"]) - points + 1)
+    means = [[mean(run["loss"][at : at + points]) for run in runs] for at in starts]
     parted = max(max(each) / min(each) - 1 for each in means)
-    norms = [run["norm"][AFTER:] for run in runs]
-    largest = max(max(norm) / median(norm) for norm in norms)
+    largest = max(max(run["norm"][AFTER // EVERY :]) / run["median_norm"] for run in runs)
     return 100 * (max(last) / min(last) - 1), 100 * parted, largest
 
 
@@ -171,13 +168,14 @@ def draw_curves(results: Mapping[str, Result], model: str, path: Path) -> None:
         if kind != model or reference is None:
             continue
         colour = COLOURS.get(variant, "black")
-        losses.plot(smooth(result["loss"], SMOOTHED), colour, linewidth=0.6)
+        steps = steps_of(result)
+        losses.plot(steps, smooth(result["loss"], SMOOTHED // EVERY), colour, linewidth=0.6)
         if reference is not result:
             pairs = zip(result["loss"], reference["loss"], strict=True)
-            difference = smooth([100 * (a / b - 1) for a, b in pairs], SMOOTHED)
+            difference = smooth([100 * (a / b - 1) for a, b in pairs], SMOOTHED // EVERY)
             label = None if variant in named else label_of(variant)
             named.add(variant)
-            parts.plot(difference, colour, label=label, linewidth=0.8)
+            parts.plot(steps, difference, colour, label=label, linewidth=0.8)
     parts.legend()
     losses.set_ylabel(f"training loss, mean of {SMOOTHED} steps")
     parts.axhline(0, color="gray", linewidth=0.8)
@@ -215,7 +213,7 @@ def write(
         chosen: The options of those that were, by size.
         variants: The variants to compare, bf16 first.
     """
-    results = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+    results = read_results(folder)
     plots = out.parent / "plots"
     plots.mkdir(parents=True, exist_ok=True)
     found = {model: each for model in MODELS if (each := differences(results, model, variants))}

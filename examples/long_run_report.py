@@ -18,6 +18,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from ablation import Outcome, table
+from common.curves import EVERY, condensed, steps_of
 from common.records import smooth
 from kernel_text import PACKAGE
 
@@ -95,27 +96,28 @@ def draw(results: Sequence[Result], path: Path) -> None:
     losses, differences, norms = figure.subplots(3, 1, sharex=True)
     for result in results:
         label = f"{result['variant']}, seed {result['seed']}"
-        (line,) = losses.plot(smooth(result["loss"], SMOOTHED), label=label)
-        norms.plot(result["norm"], color=line.get_color(), linewidth=0.6)
+        steps, points = steps_of(result), SMOOTHED // EVERY
+        (line,) = losses.plot(steps, smooth(result["loss"], points), label=label)
+        norms.plot(steps, result["norm"], color=line.get_color(), linewidth=0.6)
         reference = of_bf16(result, results)
         if reference is None or reference is result:
             continue
         pairs = zip(result["loss"], reference["loss"], strict=True)
         difference = [(a / b - 1) * 100 for a, b in pairs]
-        differences.plot(smooth(difference, SMOOTHED), color=line.get_color())
+        differences.plot(steps, smooth(difference, points), color=line.get_color())
     losses.set_ylabel(f"training loss, mean of {SMOOTHED} steps")
     losses.legend()
     differences.axhline(0, color="gray", linewidth=0.8)
     differences.set_ylabel(f"loss against bf16, %, mean of {SMOOTHED} steps")
     norms.set_yscale("log")
-    norms.set_ylabel("norm of the gradient")
+    norms.set_ylabel(f"norm of the gradient, largest of {EVERY} steps")
     norms.set_xlabel("step")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
 
 
 def page(results: Sequence[Result], folder: Path, title: str = "# Evidence") -> str:
-    """Return the page in Markdown, below ``title``; draw its plots into ``folder``."""
+    """Return the page of condensed results, below ``title``; draw its plots into ``folder``."""
     if not results:
         raise ValueError("no results: pass the result.json files of examples/long_run.py")
     facts, level = results[0]["text"], title.partition(" ")[0]
@@ -193,7 +195,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--ablation", type=Path, nargs="+", default=[], help="ablation.json files")
     parser.add_argument("--out", type=Path, required=True, help="the page")
     options = parser.parse_args(argv)
-    results = [json.loads(path.read_text()) for path in options.results]
+    results = [condensed(json.loads(path.read_text())) for path in options.results]
     text = page(results, options.out.parent / "plots")
     if options.ablation:
         contents = [json.loads(path.read_text()) for path in options.ablation]
