@@ -229,6 +229,30 @@ def test_frozen_rows_that_are_copied_bring_their_scales(mesh: DeviceMesh, device
     assert torch.equal(model(x), single(x))
 
 
+@pytest.mark.parametrize("has_run", [False, True])
+@on_ranks(1, 2, gpus=())
+def test_frozen_shards_that_are_assigned_bring_their_scales(
+    mesh: DeviceMesh, device: str, has_run: bool
+) -> None:
+    """Also to weights that FSDP has gathered before, into memory that it uses again."""
+    model, _ = adapters_on_a_frozen_base(device)
+    other = build(Recipe()).to(device)
+    with torch.no_grad():
+        for p in other.parameters():
+            p.mul_(3)
+    other.requires_grad_(False)
+    freeze(other)
+    other.down = nn.Sequential(other.down, copy.deepcopy(model.down[1]))
+    single = copy.deepcopy(other)
+    for each in (model, other):
+        shard_base(each, mesh)
+    x = batch(0, device)
+    if has_run:
+        model(x).sum().backward()
+    model.load_state_dict(dict(other.state_dict()), assign=True)
+    assert torch.equal(model(x), single(x))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @on_ranks(2)
 def test_a_sharded_model_changes_its_dtype(
