@@ -90,18 +90,21 @@ def test_as_many_products_run_again_as_in_high_precision(
 
 @instantiates
 @pytest.mark.parametrize(
-    ("policy", "again"),
+    ("policy", "names", "again"),
     [
-        (None, 0),
-        (BlockwiseFP8SelectiveAC, 1),  # every second
-        (SelectiveAC, 3),
+        (None, [], 0),
+        (BlockwiseFP8SelectiveAC, [], 1),  # every second
+        (BlockwiseFP8SelectiveAC, ["layers.0.1", "layers.0.3"], 2),
+        (SelectiveAC, [], 3),
     ],
 )
-def test_compiled_products_run_again_as_in_eager_mode(policy: Any, again: int) -> None:
+def test_compiled_products_run_again_as_in_eager_mode(
+    policy: Any, names: list[str], again: int
+) -> None:
     """Another op computes and casts there; no backward reads the result of the last of four."""
     model = Blocks(fp8=True)
     if policy is not None:
-        policy.Config(force_recompute_mm_shapes_by_fqns=[]).build().apply(model)
+        policy.Config(force_recompute_mm_shapes_by_fqns=names).build().apply(model)
     x = torch.randn(64, SIZES[0]).bfloat16().requires_grad_()
     with fresh():
         _, backward = compiled_graphs(model, x)

@@ -26,6 +26,7 @@ from tests.support.ranks import on_ranks
 from tests.support.sharded import (
     HIDDEN,
     OUT,
+    RECIPES,
     K,
     Wire,
     assert_same_cast,
@@ -229,14 +230,15 @@ def test_frozen_rows_that_are_copied_bring_their_scales(mesh: DeviceMesh, device
     assert torch.equal(model(x), single(x))
 
 
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.scale)
 @pytest.mark.parametrize("has_run", [False, True])
 @on_ranks(1, 2, gpus=())
 def test_frozen_shards_that_are_assigned_bring_their_scales(
-    mesh: DeviceMesh, device: str, has_run: bool
+    mesh: DeviceMesh, device: str, has_run: bool, recipe: Recipe
 ) -> None:
-    """Also to weights that FSDP has gathered before, into memory that it uses again."""
+    """And their recipe; also to weights that FSDP has gathered before, in memory used again."""
     model, _ = adapters_on_a_frozen_base(device)
-    other = build(Recipe()).to(device)
+    other = build(recipe).to(device)
     with torch.no_grad():
         for p in other.parameters():
             p.mul_(3)
