@@ -230,6 +230,7 @@ def test_bad_input() -> None:
         lambda: mlp(x, both[:512], None, down),
         lambda: mlp(x, both, None, None),
         lambda: experts(rows, *stacks, offs[:2]),
+        lambda: experts(rows, *stacks, offs[[0, *range(5)]]),
         lambda: experts(x, randn(0, 255, K), None, randn(0, N, 128), ends()),
     ]
     assert_expected_inline(
@@ -251,6 +252,8 @@ ValueError: cannot contract input [70, 256] with weight [136, 320]: K is 256 in 
 TypeError: w_down is a NoneType: expected a tensor (w_up alone may be None, where w_gate holds
   gate and up)
 ValueError: offs ends 2 groups, and the weight [5, 320, 192] is a stack of 5 experts: expected
+  one end for each
+ValueError: offs ends 6 groups, and the weight [5, 320, 192] is a stack of 5 experts: expected
   one end for each
 ValueError: w_gate has 255 features and there is no w_up: expected an even number, half for gate
   and half for up""",

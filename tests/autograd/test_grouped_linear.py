@@ -374,6 +374,7 @@ def test_bad_input() -> None:
         lambda: run(x[:, 1:], w, offs),
         lambda: run(x, w, offs.long()),
         lambda: run(x, w, offs[1:]),
+        lambda: run(x, w, offs[[0, *range(5)]]),
         lambda: run(x, w, offs.to("meta")),
         lambda: run(x, w, offs, torch.zeros(N).bfloat16()),
         lambda: run(x.float(), w, offs),
@@ -395,6 +396,8 @@ ValueError: cannot contract input [270, 191] with weight [5, 144, 192]: K is 191
   in the other
 TypeError: offs has dtype torch.int64: expected torch.int32; use .to(torch.int32)
 ValueError: offs ends 4 groups, and the weight [5, 144, 192] is a stack of 5 experts: expected
+  one end for each
+ValueError: offs ends 6 groups, and the weight [5, 144, 192] is a stack of 5 experts: expected
   one end for each
 ValueError: the input is on cpu and offs on meta: move them to one device
 ValueError: the bias has shape [144]: expected [5, 144], one entry for each output column

@@ -119,6 +119,17 @@ def node_of(y: Tensor, name: str) -> Any:
 
 
 @every_layer
+def test_each_dtype_of_autocast_is_a_kind(layer: str) -> None:
+    x, weights = randn(9, K, dtype=torch.float32, grad=True), mlp()
+    for dtype in (BF16, torch.float16, BF16):
+        with torch.autocast("cpu", dtype):
+            y = LAYERS[layer][1](x, *weights)
+        want = LAYERS[layer][1](x.detach().to(dtype), *(plain(w).to(dtype) for w in weights))
+        assert y.dtype == dtype
+        assert torch.equal(y, want)
+
+
+@every_layer
 def test_the_node_has_an_edge_for_each_operand(layer: str) -> None:
     x, weights = randn(9, K, grad=True), mlp()
     node = node_of(second(layer, x, *weights), LAYERS[layer][0])

@@ -112,6 +112,7 @@ MLP = ["gate", "up", "down"]
         (llama_sizes(2048, 512, 8192), MLP),  # 1B
         ({"one": (4096, 4096)}, ["one"]),
         ({"one": (4096, 4096), "less": (4096, 4095)}, ["one"]),
+        ({"one": (4096, 4096), "less": (4096, 3072), "least": (4096, 2048)}, ["one"]),
     ],
 )
 def test_linears_are_large_on_average(

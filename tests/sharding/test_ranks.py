@@ -39,6 +39,19 @@ def test_what_differs_is_named_on_every_rank(mesh: DeviceMesh, what: str) -> Non
 
 
 @on_ranks(2, gpus=())
+def test_a_rank_that_has_more_says_what(mesh: DeviceMesh) -> None:
+    """Each rank in turn, by one weight or two, which are the last ones."""
+    rank = mesh.get_local_rank()
+    for longer in (0, 1):
+        for further in (["last"], ["next", "last"]):
+            lines = ["alike", *further * (rank == longer)]
+            has = [further[0] if each == longer else "nothing" for each in (rank, 1 - rank)]
+            said = f"rank {rank} has {has[0]}, rank {1 - rank} has {has[1]}; "
+            with pytest.raises(RuntimeError, match=f"^ranks disagree on things: {said}"):
+                ranks.agree("things", lines, mesh.get_group())
+
+
+@on_ranks(2, gpus=())
 def test_who_does_not_come_is_named(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     group = dist.new_group()  # for comparisons of its own, of which one is not answered
     if dist.get_rank():

@@ -342,6 +342,22 @@ def test_autocast_and_an_input_by_keyword(mesh: DeviceMesh) -> None:
     assert_same(module(x=x), parallel(siblings(mesh), mesh)(x))
 
 
+@on_ranks(2, gpus=())
+@pytest.mark.parametrize("tokens", [Replicate(), Shard(1)])
+def test_data_gradients_travel_in_the_dtype_of_an_input_in_fp8(
+    mesh: DeviceMesh, tokens: Any
+) -> None:
+    """Which autocast does not change: sums of an fp32 input are not rounded to bf16."""
+    linear = parallelize_module(converted(), mesh, ColwiseParallel(input_layouts=tokens))
+    x = quantize(drawn((2, 128, K), torch.float32, 1).requires_grad_())
+    with torch.autocast("cpu", BF16):
+        y = linear(x)
+    with Wire() as wire:
+        y.sum().backward()
+    sent = wire.scattered if tokens == Shard(1) else wire.reduced
+    assert [each.dtype for each in sent] == [torch.float32]
+
+
 @on_ranks(2)
 def test_a_linear_left_in_high_precision(mesh: DeviceMesh, device: str) -> None:
     x, grad = (drawn((2, 256, n), BF16, i).to(device) for n, i in ((K, 1), (256, 2)))

@@ -68,6 +68,34 @@ def test_frozen_weights_keep_their_recipe(mesh: DeviceMesh, style: Any) -> None:
     assert linear.weight.to_local().recipe == POW2
 
 
+@on_ranks(2, gpus=())
+@pytest.mark.parametrize("style", [ColwiseParallel, RowwiseParallel])
+@pytest.mark.parametrize("kind", ["trainable", "frozen", "not converted"])
+def test_which_ranks_values_are_taken(mesh: DeviceMesh, style: Any, kind: str) -> None:
+    """Of the rank that ``src_data_rank`` names; with None, each rank's own."""
+    rank, dim = mesh.get_local_rank(), 0 if style is ColwiseParallel else 1
+    for source, taken in ((None, rank), (0, 0), (1, 1)):
+        linears = []
+        for seed in (0, 1):
+            torch.manual_seed(seed)
+            linear = nn.Linear(256, 256).bfloat16()
+            if kind != "not converted":
+                convert(linear, skip_small=False)
+            if kind == "frozen":
+                freeze(linear)
+            linears.append(linear)
+        want = copy.deepcopy(linears[taken])
+        made = parallelize_module(linears[rank], mesh, style(), src_data_rank=source)
+        got = made.weight.to_local()
+        values = [
+            x.dequantize() if kind == "frozen" else whole(x).contiguous()
+            for x in (got, want.weight)
+        ]
+        assert_same(values[0], my_part(mesh, values[1], dim))
+        bias = want.bias.detach()
+        assert_same(local(made.bias), my_part(mesh, bias, 0) if dim == 0 else bias)
+
+
 @on_ranks(2)
 def test_the_order_of_convert_does_not_matter(mesh: DeviceMesh) -> None:
     inputs = batches(mesh)
@@ -100,6 +128,38 @@ def test_a_copy_has_its_own_weights(mesh: DeviceMesh) -> None:
     scale(2, other.mlp.gate.weight)
     assert_same(model(x), y)
     assert (other(x) != y).any()
+
+
+@pytest.mark.parametrize("by_keyword", [False, True])
+@on_ranks(2, gpus=())
+def test_a_copy_casts_its_input_by_its_own_recipe(mesh: DeviceMesh, by_keyword: bool) -> None:
+    """Not by the recipe of the module that it was copied from, whose hooks it shares."""
+
+    def made(recipe: Recipe) -> Mlp:
+        torch.manual_seed(0)
+        mlp = Mlp(384).bfloat16()
+        convert(mlp, recipe, skip_small=False)
+        plan = {"gate": ColwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
+        parallelize_module(mlp, mesh, plan)
+        if by_keyword:
+            layouts: Any = {
+                "input_kwarg_layouts": {"x": Replicate()},
+                "desired_input_kwarg_layouts": {"x": Replicate()},
+            }
+        else:
+            layouts = {"input_layouts": Replicate(), "desired_input_layouts": Replicate()}
+        return parallelize_module(mlp, mesh, PrepareModuleInput(**layouts))
+
+    def run(mlp: Mlp) -> Tensor:
+        x = batch(1)
+        return mlp(x=x) if by_keyword else mlp(x)
+
+    model = made(Recipe())
+    want = {Recipe(): run(model), POW2: run(made(POW2))}
+    other = copy.deepcopy(model)
+    convert(other, POW2, skip_small=False)
+    assert_same(run(other), want[POW2])
+    assert_same(run(model), want[Recipe()])
 
 
 @pytest.mark.parametrize("style", [ColwiseParallel, RowwiseParallel])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from torchtitan.models.deepseek_v3 import model_registry as deepseek_v3
 from torchtitan.models.llama3 import model_registry as llama3
 from torchtitan.models.llama3.config_registry import llama3_debugmodel
 
-from blocktensor import BlockwiseFP8Weight
+from blocktensor import BlockwiseFP8Weight, Recipe
 from blocktensor.integrations.torchtitan import BlockwiseFP8Converter, with_blockwise_fp8
 
 
@@ -103,11 +104,18 @@ def test_a_head_that_is_tied_to_the_embedding() -> None:
 
 
 def test_recipe_and_fusion() -> None:
-    choices: dict[str, Any] = {"scale": "power_of_two", "cache_weight": False}
-    choices |= {"wgrad_input": "128x128", "batch_invariant": True}
-    layer = converted(llama3, **choices).layers["0"]
-    assert {name: getattr(layer.attention.wo.weight.recipe, name) for name in choices} == choices
-    assert not hasattr(layer.feed_forward, "_fused_pattern")
+    others: dict[str, Any] = {
+        "scale": "power_of_two",
+        "cache_weight": False,
+        "wgrad_input": "1x128",
+        "batch_invariant": True,
+    }
+    assert others.keys() == asdict(Recipe()).keys()
+    assert not others.items() & asdict(Recipe()).items()  # none is the default
+    for name, value in others.items():
+        layer = converted(llama3, **{name: value}).layers["0"]
+        assert layer.attention.wo.weight.recipe == Recipe(**{name: value})
+        assert not hasattr(layer.feed_forward, "_fused_pattern")
     fused = converted(llama3, fuse=True).layers["0"].feed_forward
     assert fused._fused_pattern.linears == ("w1", "w3", "w2")
 

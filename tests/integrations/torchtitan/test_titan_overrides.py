@@ -14,6 +14,7 @@ from torch import nn
 
 from tests.docs.code_blocks import pages
 from tests.support import titan_cpu
+from tests.support.compiling import compiled_graphs, fresh, instantiates, ops_in
 from tests.support.models import Trace
 
 titan_cpu.skip_without_torchtitan()
@@ -85,6 +86,31 @@ def test_as_many_products_run_again_as_in_high_precision(
     # torchtitan's own policy runs all FP8 products again
     calls, _ = backward_of(SelectiveAC, fp8=True)
     assert calls[GEMM] == 2 * 4 + 4
+
+
+@instantiates
+@pytest.mark.parametrize(
+    ("policy", "names", "again"),
+    [
+        (None, [], 0),
+        (BlockwiseFP8SelectiveAC, [], 1),  # every second
+        (BlockwiseFP8SelectiveAC, ["layers.0.1", "layers.0.3"], 2),
+        (SelectiveAC, [], 3),
+    ],
+)
+def test_compiled_products_run_again_as_in_eager_mode(
+    policy: Any, names: list[str], again: int
+) -> None:
+    """Another op computes and casts there; no backward reads the result of the last of four."""
+    model = Blocks(fp8=True)
+    if policy is not None:
+        policy.Config(force_recompute_mm_shapes_by_fqns=names).build().apply(model)
+    x = torch.randn(64, SIZES[0]).bfloat16().requires_grad_()
+    with fresh():
+        _, backward = compiled_graphs(model, x)
+    calls = Counter(ops_in(backward))
+    assert calls["blocktensor.linear_backward"] == 4
+    assert calls["blocktensor.linear_fprop"] == again
 
 
 def test_names_must_be_those_of_linears() -> None:

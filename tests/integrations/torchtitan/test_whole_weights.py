@@ -8,7 +8,14 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
 
 from blocktensor import convert
 from tests.support import titan_cpu
@@ -41,3 +48,16 @@ def test_gradients_are_those_of_one_process(mesh: DeviceMesh, tokens: Placement)
     for name in ("weight", "bias"):
         made = getattr(linear, name).grad.full_tensor()
         torch.testing.assert_close(made, getattr(single, name).grad, rtol=1e-5, atol=1e-4)
+
+
+@on_ranks(2, gpus=())
+@pytest.mark.parametrize("layout", [Partial(), Shard(-1), Shard(1)], ids=str)
+def test_inputs_that_are_no_whole_tokens_are_refused(mesh: DeviceMesh, layout: Placement) -> None:
+    """Casts of parts are others than of the whole, and each rank would add the bias."""
+    from blocktensor.integrations.torchtitan.parallel import _run_on_own_tokens
+
+    linear = nn.Linear(256, 128)
+    convert(linear, skip_small=False)
+    x = DTensor.from_local(randn(128, 256), mesh, [layout], run_check=False)
+    with pytest.raises(NotImplementedError, match=r"the input .* is .*: expected whole tokens"):
+        _run_on_own_tokens(linear, x)

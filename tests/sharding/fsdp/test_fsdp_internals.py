@@ -168,6 +168,21 @@ def test_a_change_between_forward_and_backward(mesh: DeviceMesh, forwards: int) 
         assert_forward_is_fresh(model)
 
 
+@pytest.mark.parametrize("counted", ["parameter", "part", "master"])
+@on_ranks(2, gpus=())
+def test_writes_that_the_writer_counts(mesh: DeviceMesh, counted: str) -> None:
+    """By ``increment_version`` of whichever tensor it has, after a write that PyTorch misses."""
+    model, _ = trained(mesh)
+    loss = loss_of(model, 0)
+    weight = model[2].weight
+    part: Any = weight._local_tensor
+    part.master.view(-1).data.neg_()  # keeps the amaxes: no block becomes NaN
+    of = {"parameter": weight, "part": part, "master": part.master}
+    torch.autograd.graph.increment_version(of[counted])
+    with pytest.raises(RuntimeError, match=CHANGED):
+        loss.backward()
+
+
 @pytest.mark.parametrize("where", ["behind the weight", "before its gradient"])
 @on_ranks(2, gpus=())
 def test_a_gather_after_a_backward_that_raised(mesh: DeviceMesh, where: str) -> None:

@@ -26,6 +26,7 @@ from tests.support.ranks import on_ranks
 from tests.support.sharded import (
     HIDDEN,
     OUT,
+    RECIPES,
     K,
     Wire,
     assert_same_cast,
@@ -226,6 +227,31 @@ def test_frozen_rows_that_are_copied_bring_their_scales(mesh: DeviceMesh, device
         for p, q in zip(model.parameters(), other.parameters(), strict=True):
             p.copy_(q)
     x = batch(0, device)
+    assert torch.equal(model(x), single(x))
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.scale)
+@pytest.mark.parametrize("has_run", [False, True])
+@on_ranks(1, 2, gpus=())
+def test_frozen_shards_that_are_assigned_bring_their_scales(
+    mesh: DeviceMesh, device: str, has_run: bool, recipe: Recipe
+) -> None:
+    """And their recipe; also to weights that FSDP has gathered before, in memory used again."""
+    model, _ = adapters_on_a_frozen_base(device)
+    other = build(recipe).to(device)
+    with torch.no_grad():
+        for p in other.parameters():
+            p.mul_(3)
+    other.requires_grad_(False)
+    freeze(other)
+    other.down = nn.Sequential(other.down, copy.deepcopy(model.down[1]))
+    single = copy.deepcopy(other)
+    for each in (model, other):
+        shard_base(each, mesh)
+    x = batch(0, device)
+    if has_run:
+        model(x).sum().backward()
+    model.load_state_dict(dict(other.state_dict()), assign=True)
     assert torch.equal(model(x), single(x))
 
 
