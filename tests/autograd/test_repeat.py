@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo import compiled_autograd
 
 from blocktensor import BlockwiseFP8Weight, Recipe, freeze, functional
 from blocktensor.autograd import gated_mlp, linear
@@ -206,6 +207,16 @@ def test_second_derivatives_are_refused(layer: str) -> None:
     y = second(layer, x, *mlp())
     with pytest.raises(NotImplementedError, match="create_graph=True"):
         torch.autograd.grad(y.sum(), [x], create_graph=True)
+
+
+@every_layer
+def test_compiled_autograd_is_refused(layer: str) -> None:
+    y = second(layer, randn(9, K, grad=True), *mlp())
+    with (
+        compiled_autograd._enable(torch.compile(backend="eager")),
+        pytest.raises(NotImplementedError, match="BLOCKTENSOR_PLAYER=0"),
+    ):
+        y.sum().backward()
 
 
 @every_layer

@@ -1004,6 +1004,14 @@ struct FP8Backward : Node {
     }
   }
 
+  // Compiled autograd calls this first, and traces Python functions.
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override {
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        false, "compiled autograd of an FP8 layer that ran eagerly (", name(),
+        "), whose node is made in C++: compile the layer with torch.compile too, or set "
+        "BLOCKTENSOR_PLAYER=0 before its first call, at the cost of host time");
+  }
+
   // The engine says so unless the graph is retained.
   void will_release_variables() override {
     releases = true;
