@@ -72,7 +72,7 @@ class GatedPlan(NamedTuple):
 
     @property
     def needs_first_dw(self) -> bool:
-        """Whether gradients of the weights of gate or up may be wanted."""
+        """True if gradients of the weights of gate or up may be wanted."""
         return self.gate.needs[1] or (self.up is not None and self.up.needs[1])
 
     @property

@@ -124,7 +124,7 @@ def one_by_one(
 
 
 class _State:
-    """What a backward reads of its forward, except tensors.
+    """Hold all that a backward reads of its forward, except tensors.
 
     Attributes:
         plan: of the gated MLP.

@@ -100,10 +100,10 @@ class SavedWeight:
 
 
 WeightRead: TypeAlias = tuple[Quantized | Tensor, Sequence[Tensor], SavedWeight]
-"""What fprop reads of a weight, the tensors to save for dgrad, and how backward reads them.
+"""The input of fprop from a weight, the tensors to save for dgrad, and the reader for backward.
 
-fprop reads the rowwise form. While a compiler traces, it may read the weight in high precision, and
-cast it by the op that multiplies.
+fprop gets the rowwise form. While a compiler traces, it may get the weight in high precision, which
+the op that multiplies then casts.
 """
 
 

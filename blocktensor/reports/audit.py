@@ -149,8 +149,8 @@ class _Products(TorchDispatchMode):
         product = product_of(func, args, kwargs, out)
         for cast in columnwise_data(func, args, out):
             self._columnwise[cast] = len(args[0])
-        casts = [x for x in _tensors(args) if x in self._columnwise]
-        if product is None and casts:
+        casts = [] if product else [x for x in _tensors(args) if x in self._columnwise]
+        if casts:
             for x in _tensors(out):  # a view of the bytes, or gathered bytes
                 if x.element_size() == 1:
                     is_same = x.numel() == casts[0].numel()
