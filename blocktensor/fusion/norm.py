@@ -1,4 +1,4 @@
-"""Fuse RMS norms that FP8 linear layers read: one kernel computes the values after the sums."""
+"""Fuse RMS norms that FP8 linear layers read, and those of queries and keys: one kernel each."""
 
 from __future__ import annotations
 
@@ -50,6 +50,9 @@ _BESIDE = {
 }
 """Names of norms and of the sibling linear layers that read them, in DeepSeek and the examples."""
 
+_AFTER = {"q_norm": ("q_proj", "wq"), "k_norm": ("k_proj", "wk")}
+"""Names of norms of queries and keys, and of the sibling linear layers whose results they read."""
+
 _EPS = ("variance_epsilon", "eps", "epsilon", "norm_eps")
 
 
@@ -76,12 +79,15 @@ class Norm(Pattern):
         for name, norm in modules.items():
             above, _, own = name.rpartition(".")
             owner = modules[above]
-            if linears := linears_of(own, owner):
+            linears, writers = linears_of(own, owner), _written_by(own, owner)
+            if linears or writers:
                 readers = tuple(owner.get_submodule(x) for x in linears)
                 eps = _eps_name(norm)
                 patterns = [cls(kind, eps, getattr(norm, eps, 0.0)) for kind in get_args(NormKind)]
-                reason = _why_unlike(norm, readers) or cls.why_unwatched(norm)
-                yield Found(name, norm, _computes(linears), patterns, reason, readers)
+                of = readers or tuple(owner._modules[x] for x in writers)
+                reason = _why_unlike(norm, of) or cls.why_unwatched(norm)
+                computes = _computes(linears) if linears else f"norm of {', '.join(writers)}"
+                yield Found(name, norm, computes, patterns, reason, readers)
 
     def verify(self, module: nn.Module, drawn: Drawn) -> tuple[Pattern | None, str]:
         """Verify the norm, if torch has no kernel of its own for it."""
@@ -108,7 +114,7 @@ class Norm(Pattern):
         return None
 
     def run(self, module: Any, *args: Any) -> Tensor:
-        """Compute the norm in fewer passes."""
+        """Compute the norm in one kernel."""
         return normed(args[0], module._parameters["weight"], self.eps, self.kind)
 
     def parameters(self, module: Any) -> list[tuple[nn.Module, str, str]]:
@@ -148,12 +154,17 @@ def linears_of(norm: str, owner: nn.Module) -> Sequence[str]:
     return ()
 
 
+def _written_by(norm: str, owner: nn.Module) -> Sequence[str]:
+    """Return the linear layer in ``owner`` whose result the norm of this name reads."""
+    return [x for x in _AFTER.get(norm, ()) if isinstance(owner._modules.get(x), nn.Module)][:1]
+
+
 def _eps_name(norm: nn.Module) -> str:
     """Return the attribute that holds the epsilon, or None to use the dtype's; empty if none."""
     return next((x for x in _EPS if isinstance(getattr(norm, x, 0), (float, NoneType))), "")
 
 
-def _why_unlike(norm: nn.Module, readers: Sequence[nn.Module]) -> str:
+def _why_unlike(norm: nn.Module, linears: Sequence[Any]) -> str:
     """Return why a norm cannot be fused, from its attributes; empty if it may be."""
     if "forward" in norm.__dict__:
         return "its forward was replaced on the instance"
@@ -164,7 +175,7 @@ def _why_unlike(norm: nn.Module, readers: Sequence[nn.Module]) -> str:
         return f"has more than a weight: {', '.join(others)}"
     if not _eps_name(norm):
         return f"has no epsilon (an attribute {', '.join(_EPS)})"
-    if all(fp8_part(getattr(linear, "weight", None)) is None for linear in readers):
+    if all(fp8_part(getattr(linear, "weight", None)) is None for linear in linears):
         return "none of its linear layers is in FP8"
     return ""
 

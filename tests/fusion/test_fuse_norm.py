@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -183,6 +184,40 @@ def test_linears_share_one_cast_of_a_norm(norm: Any, monkeypatch: pytest.MonkeyP
     casts.clear()
     model(X.bfloat16())
     assert len(casts) == counts[0]
+
+
+class OfHeads(nn.Module):
+    """Attention that normalizes the queries and keys of each head, as Qwen3 does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("q_proj", "k_proj"):
+            self.add_module(name, nn.Linear(K, 256, bias=False))
+        self.q_norm, self.k_norm = Norm(128), Norm(128)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = (*x.shape[:-1], -1, 128)
+        q = self.q_norm(self.q_proj(x).view(heads)).transpose(1, 2)
+        k = self.k_norm(self.k_proj(x).view(heads)).transpose(1, 2)
+        return (q * k.sigmoid()).transpose(1, 2).flatten(-2)
+
+
+def test_norms_of_queries_and_keys(device: torch.device) -> None:
+    model = nn.Sequential(OfHeads()).to(device, torch.bfloat16)
+    convert(model, skip=["*.k_proj"], skip_small=False)
+    twin = copy.deepcopy(model)
+    assert_expected_inline(
+        str(fuse(model)),
+        """\
+module    class  computes        result
+--------  -----  --------------  -----------------------------------
+0.q_norm  Norm   norm of q_proj  fused
+0.k_norm  Norm   norm of k_proj  none of its linear layers is in FP8
+1 fused, 1 left alone""",
+    )
+    x = randn(2, 65, K, device=device)
+    assert_bits(results(model, x), results(twin, x))
+    assert count_runs(model, x.bfloat16()) == 1
 
 
 def test_sharing_that_was_asked_for_outlives_unfuse() -> None:

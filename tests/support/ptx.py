@@ -49,6 +49,7 @@ FLOATS: dict[str, Callable[..., Any]] = {
     "div.rn.f32": lambda a, b: a / b,
     "rcp.rn.f32": lambda a: 1 / a,
     "rcp.approx.ftz.f32": lambda a: 1 / a,
+    "rsqrt.approx.f32": lambda a: 1 / np.sqrt(a),
     "ex2.approx.ftz.f32": np.exp2,
     "cvt.sat.f32.f32": lambda a: np.clip(np.nan_to_num(a, nan=0.0), 0, 1),
     "neg.f32": np.negative,

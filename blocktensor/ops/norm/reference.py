@@ -1,7 +1,6 @@
-"""Specify the elementwise passes of an RMS norm: torch's own ops, in the order of autograd.
+"""Specify an RMS norm and its gradients: torch's own ops, in the order of autograd.
 
-The sums over rows lie between the passes and are torch's own, since the order of a sum decides its
-bits. Compilers trace these ops, and fuse them.
+Compilers trace these ops, and fuse them.
 """
 
 from __future__ import annotations
@@ -14,81 +13,79 @@ from torch import Tensor
 NormKind = Literal["llama", "gemma"]
 
 
-def squares(x: Tensor) -> Tensor:
-    """Return ``x²`` in fp32."""
-    return x.float().pow(2)
+def normalized(x: Tensor, weight: Tensor, eps: float, kind: NormKind) -> tuple[Tensor, Tensor]:
+    """Return an RMS norm of rows and the reciprocal root mean square of each row.
 
+    "llama": ``x / rms`` in fp32 is rounded to the dtype of x, then multiplied by the weight
+    (transformers' Llama, Mistral, Qwen, DeepSeek). "gemma": it is multiplied by ``1 + weight`` in
+    fp32, then rounded.
 
-def normalize(x: Tensor, rstd: Tensor, weight: Tensor, kind: NormKind) -> Tensor:
-    """Return the rows of ``x[..., K]`` times ``rstd[..., 1]`` in fp32 and times ``weight[K]``.
+    Args:
+        x: ``[..., K]`` bf16, fp16 or fp32.
+        weight: ``[K]``, dtype of x.
+        eps: added to the mean of squares.
+        kind: "llama" or "gemma".
 
-    "llama": rounded to the dtype of x, then multiplied (transformers' Llama, Mistral, Qwen,
-    DeepSeek). "gemma": multiplied by ``1 + weight`` in fp32, then rounded.
+    Returns:
+        ``[..., K]`` in the dtype of x; and fp32 ``[..., 1]``.
     """
-    return weighted(x.float() * rstd, weight, kind, x.dtype)
+    values = x.float()
+    rstd = torch.rsqrt(values.pow(2).mean(-1, keepdim=True) + eps)
+    return _weighted(values * rstd, weight, kind, x.dtype), rstd
 
 
-def weighted(scaled: Tensor, weight: Tensor, kind: NormKind, dtype: torch.dtype) -> Tensor:
+def row_gradients(
+    grad: Tensor,
+    x: Tensor,
+    rstd: Tensor,
+    weight: Tensor,
+    kind: NormKind,
+    of_input: bool,
+    of_weight: bool,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the gradient of x, and the terms whose sum over rows is the weight's gradient.
+
+    Args:
+        grad: the gradient of the norm, ``[..., K]``, dtype of x.
+        x: ``[..., K]``.
+        rstd: fp32 ``[..., 1]``, from :func:`normalized`.
+        weight: ``[K]``.
+        kind: "llama" or "gemma".
+        of_input, of_weight: which of both are wanted; the other is None.
+
+    Returns:
+        ``[..., K]`` in the dtype of x; and ``[..., K]`` in the dtype of x ("llama") or in fp32
+        ("gemma").
+    """
+    values = x.float()
+    dx = terms = None
+    if of_weight and kind == "llama":
+        terms = grad * (values * rstd).to(x.dtype)
+    elif of_weight:
+        terms = grad.float() * (values * rstd)
+    if of_input:
+        scaled = _of_scaled(grad, weight, kind)
+        # the backwards of rsqrt, mean and pow
+        of_rstd = (scaled * values).sum_to_size(rstd.shape)
+        of_mean = -0.5 * of_rstd * rstd.pow(3) / x.shape[-1]
+        dx = (scaled * rstd + of_mean * (2 * values)).to(x.dtype)
+    return dx, terms
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, kind: NormKind) -> Tensor:
+    """Return an RMS norm as transformers computes it; autograd saves one copy of x in fp32."""
+    return normalized(x, weight, eps, kind)[0]
+
+
+def _weighted(scaled: Tensor, weight: Tensor, kind: NormKind, dtype: torch.dtype) -> Tensor:
     """Return normalized fp32 rows times the weight, in ``dtype``."""
     if kind == "llama":
         return weight * scaled.to(dtype)
     return (scaled * (1.0 + weight.float())).to(dtype)
 
 
-def gradient_terms(
-    grad: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, kind: NormKind, of_weight: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Return the terms whose sums are the gradients of ``rstd`` and of the weight.
-
-    Args:
-        grad: the gradient of the norm, ``[..., K]``.
-        x: ``[..., K]``.
-        rstd: fp32 ``[..., 1]``.
-        weight: ``[K]``.
-        kind: "llama" or "gemma".
-        of_weight: whether the terms of the weight's gradient are wanted.
-
-    Returns:
-        fp32 ``[..., K]``, to be summed over features; and ``[..., K]`` to be summed over rows, in
-        the dtype of x ("llama") or fp32 ("gemma"), or None.
-    """
-    values, terms = x.float(), None
-    if of_weight and kind == "llama":
-        terms = grad * (values * rstd).to(x.dtype)
-    elif of_weight:
-        terms = grad.float() * (values * rstd)
-    return _scaled(grad, weight, kind) * values, terms
-
-
-def input_gradient(
-    grad: Tensor, x: Tensor, rstd: Tensor, of_mean: Tensor, weight: Tensor, kind: NormKind
-) -> Tensor:
-    """Return the gradient of x: through ``x * rstd``, and through the mean of squares.
-
-    Args:
-        grad, x, rstd, weight, kind: as for :func:`gradient_terms`.
-        of_mean: fp32 ``[..., 1]``, the gradient of each square.
-
-    Returns:
-        ``[..., K]`` in the dtype of x.
-    """
-    dx = _scaled(grad, weight, kind) * rstd + of_mean * (2 * x.float())
-    return dx.to(x.dtype)
-
-
-def _scaled(grad: Tensor, weight: Tensor, kind: NormKind) -> Tensor:
+def _of_scaled(grad: Tensor, weight: Tensor, kind: NormKind) -> Tensor:
     """Return the gradient of ``x * rstd``, in fp32."""
     if kind == "llama":
         return (grad * weight).float()
     return grad.float() * (1.0 + weight.float())
-
-
-def rstd_of(squares: Tensor, eps: float) -> Tensor:
-    """Return the reciprocal RMS of rows, fp32 ``[..., 1]``, as transformers' norms compute it."""
-    return torch.rsqrt(squares.mean(-1, keepdim=True) + eps)
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float, kind: NormKind) -> Tensor:
-    """Return an RMS norm as transformers computes it; autograd saves one copy of x in fp32."""
-    values = x.float()
-    return weighted(values * rstd_of(values.pow(2), eps), weight, kind, x.dtype)

@@ -1132,7 +1132,7 @@ struct Operands {
     if (!is_plain(tensors[0]) || tensors[0].dim() == 0 || !call.read(others.data(), count)) {
       return false;
     }
-    bool has_weight = false, has_graph = at::GradMode::is_enabled();
+    bool has_graph = at::GradMode::is_enabled();
     Word flags = has_graph;
     for (size_t i = 0; i < count; ++i) {
       const auto& each = tensors[i];
@@ -1142,18 +1142,15 @@ struct Operands {
       if (each.defined() && each._fw_grad(0).defined()) {
         return false;
       }
-      if (functions.is_weight(args[i])) {
-        has_weight = true;
-        if (!add_weight(args[i], each, call)) {
-          return false;
-        }
+      if (functions.is_weight(args[i]) && !add_weight(args[i], each, call)) {
+        return false;
       }
     }
     auto device = tensors[0].device().type();
     bool is_autocast = at::autocast::is_autocast_enabled(device);
     call.words.append(
         {flags, is_autocast ? Word(at::autocast::get_autocast_dtype(device)) : -1});
-    return has_weight;
+    return true;
   }
 
   static bool add_weight(PyObject* object, const at::Tensor& w, Call& call) {
@@ -1303,7 +1300,7 @@ PyObject* layer_call(PyObject* object, PyObject* const* args, size_t flags, PyOb
     torch::autograd::set_history(made.y, pointer);
   }
   if (sizes.size() != 2 || !functions->is_linear()) {
-    sizes.back() = made.y.size(1);
+    sizes.back() = made.y.size(-1);
     made.y = at::_unsafe_view(made.y, sizes);  // autograd/backward.py: a node for the caller
   }
   return THPVariable_Wrap(made.y);
