@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -97,17 +97,36 @@ def mlp() -> tuple[Any, ...]:
     return weight(N, K), weight(N, K), weight(K, N)
 
 
-LAYERS: dict[str, tuple[str, Callable[..., Tensor]]] = {
-    "linear": ("FP8LinearBackward", lambda x, *w: functional.linear(x, w[0])),
-    "gated MLP": ("FP8GatedMLPBackward", lambda x, *w: functional.gated_mlp(x, *w)),
+class Kind(NamedTuple):
+    """A kind of layer: the name of its node, a call, its weights, and how often it has an x."""
+
+    node: str
+    run: Callable[..., Tensor]
+    weights: Callable[[], tuple[Any, ...]]
+    inputs: int = 1
+
+
+LAYERS = {
+    "linear": Kind("FP8LinearBackward", functional.linear, lambda: (weight(),)),
+    "gated MLP": Kind("FP8GatedMLPBackward", functional.gated_mlp, mlp, 2),
+    "norm": Kind(
+        "RMSNormBackward",
+        lambda x, w: functional.rms_norm(x, w, kind="llama"),
+        lambda: (randn(K, seed=5, grad=True),),
+    ),
 }
 every_layer = pytest.mark.parametrize("layer", LAYERS)
+every_layer_with_fp8 = pytest.mark.parametrize("layer", ["linear", "gated MLP"])
+
+
+def weights_of(layer: str) -> tuple[Any, ...]:
+    return LAYERS[layer].weights()
 
 
 def second(layer: str, x: Tensor, *weights: Tensor) -> Tensor:
     """The output of a second call of a kind, which is repeated."""
-    _, run = LAYERS[layer]
-    run(randn(*x.shape, dtype=x.dtype, seed=8, grad=x.requires_grad), *mlp())
+    run = LAYERS[layer].run
+    run(randn(*x.shape, dtype=x.dtype, seed=8, grad=x.requires_grad), *weights_of(layer))
     return run(x, *weights)
 
 
@@ -119,44 +138,43 @@ def node_of(y: Tensor, name: str) -> Any:
     return node
 
 
-@every_layer
+@every_layer_with_fp8
 def test_each_dtype_of_autocast_is_a_kind(layer: str) -> None:
-    x, weights = randn(9, K, dtype=torch.float32, grad=True), mlp()
+    x, weights = randn(9, K, dtype=torch.float32, grad=True), weights_of(layer)
     for dtype in (BF16, torch.float16, BF16):
         with torch.autocast("cpu", dtype):
-            y = LAYERS[layer][1](x, *weights)
-        want = LAYERS[layer][1](x.detach().to(dtype), *(plain(w).to(dtype) for w in weights))
+            y = LAYERS[layer].run(x, *weights)
+        want = LAYERS[layer].run(x.detach().to(dtype), *(plain(w).to(dtype) for w in weights))
         assert y.dtype == dtype
         assert torch.equal(y, want)
 
 
 @every_layer
 def test_the_node_has_an_edge_for_each_operand(layer: str) -> None:
-    x, weights = randn(9, K, grad=True), mlp()
-    node = node_of(second(layer, x, *weights), LAYERS[layer][0])
+    x, weights = randn(9, K, grad=True), weights_of(layer)
+    node = node_of(second(layer, x, *weights), LAYERS[layer].node)
     edges = [edge.variable for edge, _ in node.next_functions]
-    wanted = [x, weights[0]] if layer == "linear" else [x, x, *weights]
+    wanted = [x] * LAYERS[layer].inputs + [*weights]
     assert all(a is b for a, b in zip(edges, wanted, strict=True))
 
 
 @every_layer
 def test_hooks_of_a_node_run(layer: str) -> None:
     x = randn(9, K, grad=True)
-    y = second(layer, x, *mlp())
+    y = second(layer, x, *weights_of(layer))
     seen: list[Any] = []
-    node = node_of(y, LAYERS[layer][0])
+    node = node_of(y, LAYERS[layer].node)
     node.register_prehook(lambda grads: (2 * grads[0],))
     node.register_hook(lambda made, given: seen.append((made, given)))
     y.sum().backward()
     ((made, given),) = seen
     assert x.grad is not None and torch.equal(given[0], torch.full_like(y, 2))
-    total = made[0] if layer == "linear" else made[0] + made[1]
-    assert torch.equal(x.grad, total)
+    assert torch.equal(x.grad, sum(made[: LAYERS[layer].inputs]))
 
 
 @every_layer
 def test_a_retained_graph_gives_the_same_again_and_then_is_freed(layer: str) -> None:
-    x, weights = randn(9, K, grad=True), mlp()
+    x, weights = randn(9, K, grad=True), weights_of(layer)
     y = second(layer, x, *weights)
     read = [x, weights[0]]
     first = torch.autograd.grad(y.sum(), read, retain_graph=True)
@@ -169,21 +187,21 @@ def test_a_retained_graph_gives_the_same_again_and_then_is_freed(layer: str) -> 
 @every_layer
 @pytest.mark.parametrize("wanted", [(0,), (1,), (0, 1)], ids=str)
 def test_some_gradients(layer: str, wanted: tuple[int, ...]) -> None:
-    x, weights = randn(9, K, grad=True), mlp()
+    x, weights = randn(9, K, grad=True), weights_of(layer)
     all_of = torch.autograd.grad(second(layer, x, *weights).sum(), [x, weights[0]])
     y = second(layer, x, *weights)
     some = torch.autograd.grad(y.sum(), [(x, weights[0])[i] for i in wanted])
     assert all(torch.equal(a, all_of[i]) for a, i in zip(some, wanted, strict=True))
 
 
-@every_layer
+@every_layer_with_fp8
 def test_saved_tensor_hooks_see_what_is_saved(layer: str) -> None:
     x, packed = randn(9, K, grad=True), []
-    _, run = LAYERS[layer]
-    run(randn(9, K, grad=True), *mlp())
+    run = LAYERS[layer].run
+    run(randn(9, K, grad=True), *weights_of(layer))
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t)
     with hooks:
-        y = run(x, *mlp())
+        y = run(x, *weights_of(layer))
     kinds = [type(t) for t in packed]
     assert kinds.count(BlockwiseFP8Weight) == (1 if layer == "linear" else 3)
     assert torch.float8_e4m3fn in [t.dtype for t in packed]
@@ -193,7 +211,7 @@ def test_saved_tensor_hooks_see_what_is_saved(layer: str) -> None:
 
 @every_layer
 def test_a_weight_that_is_written_to_before_backward_raises(layer: str) -> None:
-    x, weights = randn(9, K, grad=True), mlp()
+    x, weights = randn(9, K, grad=True), weights_of(layer)
     y = second(layer, x, *weights)
     with torch.no_grad():
         weights[0].mul_(2)
@@ -204,14 +222,14 @@ def test_a_weight_that_is_written_to_before_backward_raises(layer: str) -> None:
 @every_layer
 def test_second_derivatives_are_refused(layer: str) -> None:
     x = randn(9, K, grad=True)
-    y = second(layer, x, *mlp())
+    y = second(layer, x, *weights_of(layer))
     with pytest.raises(NotImplementedError, match="create_graph=True"):
         torch.autograd.grad(y.sum(), [x], create_graph=True)
 
 
 @every_layer
 def test_compiled_autograd_is_refused(layer: str) -> None:
-    y = second(layer, randn(9, K, grad=True), *mlp())
+    y = second(layer, randn(9, K, grad=True), *weights_of(layer))
     with (
         compiled_autograd._enable(torch.compile(backend="eager")),
         pytest.raises(NotImplementedError, match="BLOCKTENSOR_PLAYER=0"),
@@ -221,33 +239,33 @@ def test_compiled_autograd_is_refused(layer: str) -> None:
 
 @every_layer
 def test_forward_mode_is_refused_as_before(layer: str) -> None:
-    x, weights = randn(9, K, grad=True), mlp()
+    x, weights = randn(9, K, grad=True), weights_of(layer)
     second(layer, x, *weights)
     with torch.autograd.forward_ad.dual_level():
         dual = torch.autograd.forward_ad.make_dual(randn(9, K), randn(9, K))
         with pytest.raises(RuntimeError, match="jvp"):
-            LAYERS[layer][1](dual, *weights)
+            LAYERS[layer].run(dual, *weights)
 
 
-@every_layer
+@every_layer_with_fp8
 def test_functorch_is_refused_as_before(layer: str) -> None:
-    x, weights = randn(9, K, grad=True), mlp()
+    x, weights = randn(9, K, grad=True), weights_of(layer)
     second(layer, x, *weights)
     with pytest.raises(NotImplementedError, match=r"torch\.func"):
-        torch.func.grad(lambda x: LAYERS[layer][1](x, *weights).sum())(randn(9, K))
+        torch.func.grad(lambda x: LAYERS[layer].run(x, *weights).sum())(randn(9, K))
 
 
 @every_layer
 def test_an_error_of_a_saved_tensor_reaches_the_caller(layer: str) -> None:
     x = randn(9, K, grad=True)
-    _, run = LAYERS[layer]
-    run(randn(9, K, grad=True), *mlp())
+    run = LAYERS[layer].run
+    run(randn(9, K, grad=True), *weights_of(layer))
 
     def unpack(_: Any) -> Tensor:
         raise KeyError("gone")
 
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t, unpack):
-        y = run(x, *mlp())
+        y = run(x, *weights_of(layer))
     with pytest.raises(KeyError, match="gone"):
         y.sum().backward()
 
@@ -256,12 +274,13 @@ def test_an_error_of_a_saved_tensor_reaches_the_caller(layer: str) -> None:
 @pytest.mark.parametrize("runs_backward", [True, False])
 def test_nothing_outlives_a_graph(layer: str, runs_backward: bool) -> None:
     gc.collect()
-    x, weights = randn(9, K, grad=True), mlp()
+    x, weights = randn(9, K, grad=True), weights_of(layer)
     y = second(layer, x, *weights)
-    held = [weakref.ref(weights[0].master), weakref.ref(x)]
+    of_weight = weights[0].master if layer != "norm" else weights[0]
+    held = [weakref.ref(of_weight), weakref.ref(x)]
     if runs_backward:
         y.sum().backward()
-    del y, weights, x
+    del y, weights, of_weight, x
     assert [ref() for ref in held] == [None, None]
 
 
