@@ -78,7 +78,9 @@ def _topic(file: str, **sections: Section) -> Page:
 TOPICS = (
     _topic("linear", linear=page_ops.linear),
     _topic("blocks", block=page_models.block, layer=page_models.layer, memory=page_models.memory),
-    _topic("models", hf_llama=page_models.hf_llama, head=page_models.head),
+    _topic(
+        "models", popular=page_models.popular, hf_llama=page_models.hf_llama, head=page_models.head
+    ),
     _topic("experts", experts=page_models.experts, grouped=page_ops.grouped),
     _topic(
         "gpus",
@@ -97,6 +99,7 @@ README = Page(
     ROOT / "README.md",
     {
         "block": page_models.block_on_cards,
+        "popular": page_models.popular_in_brief,
         "linear": page_ops.linear_in_brief,
         "experts": page_models.experts_in_brief,
         "fsdp2": page_models.fsdp2_in_brief,

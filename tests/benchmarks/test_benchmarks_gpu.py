@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import cast, experts, gemm, grouped, linear
+from benchmarks import cast, experts, gemm, grouped, linear, popular
 
 pytestmark = pytest.mark.gpu
 
@@ -65,3 +65,11 @@ def test_experts() -> None:
         assert all((row[kind] > 0) == (row["variant"] != "bf16") for kind in ours)
         # elsewhere one launch makes both forms
         assert (row["weight_transposes_us"] > 0) == ("cache_weight=False" in row["variant"])
+
+
+@pytest.mark.filterwarnings("ignore:no weight of this .* is in FP8")
+def test_popular() -> None:
+    pytest.importorskip("transformers")
+    rows = list(popular.measure(**popular.QUICK))
+    assert [row["variant"] for row in rows] == list(popular.VARIANTS)
+    assert all(0.2 < x < 5 for x in numbers(rows, "eager_speedup", "graphs_speedup"))

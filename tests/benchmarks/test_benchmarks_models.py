@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks import block, experts, head, hf_llama, memory, shards
+from benchmarks import block, experts, head, hf_llama, memory, popular, shards
 from benchmarks.llama import Shape, stack, step
 from benchmarks.routing import combined, inverse, permuted, rows_of_tokens
 from benchmarks.timing import Call
@@ -209,6 +209,31 @@ def test_models_of_transformers_train(family: str) -> None:
         bf16, *fp8 = (losses[name] for name in hf_llama.VARIANTS[:4])
         assert bf16 != fp8[0]
         assert fp8 == [fp8[0]] * 3
+
+
+POPULAR = {
+    "Qwen3": {},
+    "Llama": {},
+    "Qwen3Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128},
+}
+
+
+@pytest.mark.filterwarnings("ignore:no weight of this .* is in FP8")
+@pytest.mark.parametrize("family", POPULAR)
+def test_layers_of_popular_models(family: str) -> None:
+    pytest.importorskip("transformers")
+    of = popular.Model(family, 128, 256, 2, 1, layers=1, head_dim=64, others=POPULAR[family])
+    tokens, found = torch.arange(32).view(2, 16), []
+    for name in popular.VARIANTS:
+        model = popular.make_model(name, of, "cpu")
+        popular.step(model, tokens)()
+        assert all(p.grad is not None for p in model.parameters())
+        found.append((popular.share_converted(model), len(fused_norms(model))))
+    none, few, every, fused = found
+    assert none == few == (0, 0)
+    assert every[0] > 0.4  # of the weights, the head's are the others
+    norms = {"Qwen3": 4, "Llama": 2, "Qwen3Moe": 3}
+    assert fused == (every[0], norms[family])
 
 
 MEMORY = Shape(dim=256, hidden=640, heads=4, kv_heads=2)
