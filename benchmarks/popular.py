@@ -100,7 +100,7 @@ def step(model: Any, tokens: torch.Tensor) -> Call:
 def share_converted(model: Any) -> float:
     """Return the share of the weights of linear layers and experts that are in FP8."""
     weights = [p for name, p in model.named_parameters() if p.ndim > 1 and "embed" not in name]
-    fp8 = sum(p.numel() for p in weights if isinstance(p, bt.BlockwiseFP8Tensor))
+    fp8 = sum(p.numel() for p in weights if isinstance(p, bt.BlockwiseFP8Weight))
     return fp8 / sum(p.numel() for p in weights)
 
 
