@@ -2,12 +2,12 @@
 
 Each family of ops has a table of backends, best first, which ends with the reference; for example
 ``CAST_BACKENDS`` in ``cast/choose_backend.py``. For every op of its family, a backend has a
-function of the same name and signature in one of its modules.
+function of the same name and signature in one of its modules, which are imported at the first use:
+some need Triton.
 """
 
 from __future__ import annotations
 
-import pkgutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -39,15 +39,15 @@ class Backend(Generic[Problem]):
 
     Attributes:
         name: its name in messages and in ``BLOCKTENSOR_GEMM``.
-        modules: the modules (or ``module:object``) below ``blocktensor.ops`` that are searched for
-            its functions, in this order; imported at the first use.
+        modules: imports and returns the modules (or other objects) that have its functions; the
+            first one with a function of an op's name is used.
         why: the reason for choosing it.
         launches: True if its functions only allocate and launch kernels, so that calls can be
             recorded.
     """
 
     name: str
-    modules: tuple[Any, ...]
+    modules: Callable[[], tuple[Any, ...]]
     unusable: Callable[[torch.device], str | None] = no_objection
     declines: Callable[[Problem], str | None] = no_objection
     yields: Callable[[Problem], str | None] = no_objection
@@ -56,10 +56,7 @@ class Backend(Generic[Problem]):
 
     def function(self, name: str) -> Callable[..., Any] | None:
         """Return the function of this name; None if it has none."""
-        for module in self.modules:
-            if isinstance(module, str):
-                module, _, part = module.partition(":")
-                module = pkgutil.resolve_name(f"{__package__}.{module}:{part}")
+        for module in self.modules():
             if (found := getattr(module, name, None)) is not None:
                 made: Callable[..., Any] = found
                 return made

@@ -33,7 +33,9 @@ def backend_of(name: str, declined: torch.dtype | None = None) -> Backend[Tensor
 
     functions = SimpleNamespace(tried_halved=run)
     declines = {declined: "another dtype"}
-    return Backend(name, (functions,), declines=lambda x: declines.get(x.dtype), launches=False)
+    return Backend(
+        name, lambda: (functions,), declines=lambda x: declines.get(x.dtype), launches=False
+    )
 
 
 BACKENDS = backend_of("fake kernels", torch.float16), backend_of("reference")

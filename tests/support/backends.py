@@ -44,7 +44,7 @@ class Watched:
 
     def _choose(self, problem: Any) -> Any:
         self.problems.append(problem)
-        return SimpleNamespace(backend=Backend("watched", (self,), launches=False))
+        return SimpleNamespace(backend=Backend("watched", lambda: (self,), launches=False))
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         def run(*args: Any) -> Any:

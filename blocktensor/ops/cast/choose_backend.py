@@ -7,6 +7,7 @@ all others on a GPU with FP8; the reference takes the rest.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -93,19 +94,23 @@ def _gluon_declines(problem: CastProblem) -> str | None:
     return None if fits else "uses 32-bit offsets inside a block"
 
 
-_TRITON = (
-    "cast.triton_cast",
-    "cast.triton_cast:casts",
-    "cast.triton_transpose",
-    "cast.triton_128x128",
-)
-_GLUON = "cast.gluon_128x128", "cast.gluon_columnwise:casts"
-# Rowwise casts of 1x128 blocks, transposes, dequantize and casts of parts are no faster in Gluon.
+def _triton() -> tuple[Any, ...]:
+    from . import triton_128x128, triton_cast, triton_transpose
+
+    return triton_cast, triton_cast.casts, triton_transpose, triton_128x128
+
+
+def _gluon() -> tuple[Any, ...]:
+    from . import gluon_128x128, gluon_columnwise
+
+    # rowwise casts of 1x128 blocks, transposes, dequantize, casts of parts: no faster in Gluon
+    return gluon_128x128, gluon_columnwise.casts, *_triton()
+
 
 CAST_BACKENDS: tuple[Backend[CastProblem], ...] = (
-    Backend("gluon", (*_GLUON, *_TRITON), _gluon_unusable, _gluon_declines),
-    Backend("triton", _TRITON, lacks_triton, _triton_declines),
-    Backend("reference", ("reference",), launches=False),
+    Backend("gluon", _gluon, _gluon_unusable, _gluon_declines),
+    Backend("triton", _triton, lacks_triton, _triton_declines),
+    Backend("reference", lambda: (reference,), launches=False),
 )
 """All backends, best first; the reference takes every problem."""
 

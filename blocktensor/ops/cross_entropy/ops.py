@@ -5,6 +5,8 @@ They are not registered as ops: under compilers and dispatch modes, they run tor
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -13,9 +15,16 @@ from ..devices import lacks_triton
 from ..op import unregistered
 from ..registry import Backend, first_choice
 
+
+def _triton() -> tuple[Any, ...]:
+    from . import triton_rows
+
+    return (triton_rows,)
+
+
 CROSS_ENTROPY_BACKENDS: tuple[Backend[torch.device], ...] = (
-    Backend("triton", ("cross_entropy.triton_rows",), lacks_triton),
-    Backend("reference", ("reference",), launches=False),
+    Backend("triton", _triton, lacks_triton),
+    Backend("reference", lambda: (reference,), launches=False),
 )
 """All backends, best first; the reference runs on any device."""
 

@@ -6,6 +6,7 @@ import functools
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -156,13 +157,30 @@ def predict_gemm(p: GemmProblem, gpu: Card) -> tuple[str, str, float]:
 GemmBackend = Backend[GemmProblem]
 GemmChoice = Choice[GemmProblem]
 
+
+def _gluon() -> tuple[Any, ...]:
+    from .hopper import launch
+
+    return (launch,)
+
+
+def _cublas() -> tuple[Any, ...]:
+    from . import cublas
+
+    return (cublas,)
+
+
+def _triton() -> tuple[Any, ...]:
+    from . import triton_gemm
+
+    return (triton_gemm,)
+
+
 GEMM_BACKENDS: tuple[GemmBackend, ...] = (
-    Backend(
-        "gluon", ("gemm.hopper.launch",), gluon_unusable, _gluon_declines, _gluon_yields, _gluon_why
-    ),
+    Backend("gluon", _gluon, gluon_unusable, _gluon_declines, _gluon_yields, _gluon_why),
     Backend(
         "cublas",
-        ("gemm.cublas",),
+        _cublas,
         _cublas_unusable,
         _cublas_declines,
         why=lambda _: "takes this shape",
@@ -170,12 +188,12 @@ GEMM_BACKENDS: tuple[GemmBackend, ...] = (
     ),
     Backend(
         "triton",
-        ("gemm.triton_gemm",),
+        _triton,
         lacks_triton,
         _triton_declines,
         why=lambda _: "takes any shape",
     ),
-    Backend("reference", ("reference",), why=lambda _: "runs on any device", launches=False),
+    Backend("reference", lambda: (reference,), why=lambda _: "runs on any device", launches=False),
 )
 """All backends, best first; the reference takes every problem."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -95,18 +95,29 @@ def _gluon_declines(p: GroupedProblem) -> str | None:
 
 GroupedChoice = Choice[GroupedProblem]
 
+
+def _gluon() -> tuple[Any, ...]:
+    from . import hopper_launch
+
+    return (hopper_launch,)
+
+
+def _triton() -> tuple[Any, ...]:
+    from . import triton_gemm
+
+    return (triton_gemm,)
+
+
 GROUPED_BACKENDS: tuple[Backend[GroupedProblem], ...] = (
-    Backend(
-        "gluon", ("grouped_gemm.hopper_launch",), _gluon_unusable, _gluon_declines, why=_gluon_why
-    ),
+    Backend("gluon", _gluon, _gluon_unusable, _gluon_declines, why=_gluon_why),
     Backend(
         "triton",
-        ("grouped_gemm.triton_gemm",),
+        _triton,
         lacks_triton,
         _triton_declines,
         why=lambda _: "takes any shape",
     ),
-    Backend("reference", ("reference",), why=lambda _: "runs on any device", launches=False),
+    Backend("reference", lambda: (reference,), why=lambda _: "runs on any device", launches=False),
 )
 """All backends, best first; the reference takes every problem."""
 

@@ -30,9 +30,15 @@ def _declines(operands: tuple[Tensor, ...]) -> str | None:
     return None
 
 
+def _triton() -> tuple[Any, ...]:
+    from . import triton_norm
+
+    return (triton_norm,)
+
+
 NORM_BACKENDS: tuple[Backend[tuple[Tensor, ...]], ...] = (
-    Backend("triton", ("norm.triton_norm",), lacks_triton, _declines),
-    Backend("reference", ("norm.reference",), launches=False),
+    Backend("triton", _triton, lacks_triton, _declines),
+    Backend("reference", lambda: (reference,), launches=False),
 )
 """All backends, best first; the reference takes all operands."""
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +13,7 @@ from torch import Tensor
 from ..cast.choose_backend import CAST_BACKENDS, CastProblem
 from ..formats import BlockFormat
 from ..registry import Backend, Choice, first_choice
+from . import reference
 
 
 @dataclass(frozen=True)
@@ -38,17 +41,31 @@ def _declines(of_cast: Backend[CastProblem], problem: ProducerProblem) -> str | 
     return None
 
 
-def _backend(of_cast: Backend[CastProblem], modules: str) -> Backend[ProducerProblem]:
+def _words() -> tuple[Any, ...]:
+    from . import kernels
+
+    return (kernels.words,)
+
+
+def _elements() -> tuple[Any, ...]:
+    from . import kernels
+
+    return (kernels.elements,)
+
+
+def _backend(
+    of_cast: Backend[CastProblem], modules: Callable[[], tuple[Any, ...]]
+) -> Backend[ProducerProblem]:
     declines = functools.partial(_declines, of_cast)
-    return Backend(of_cast.name, (modules,), of_cast.unusable, declines)
+    return Backend(of_cast.name, modules, of_cast.unusable, declines)
 
 
 _GLUON, _TRITON, _ = CAST_BACKENDS
 
 PRODUCER_BACKENDS: tuple[Backend[ProducerProblem], ...] = (
-    _backend(_GLUON, "producers.kernels:words"),
-    _backend(_TRITON, "producers.kernels:elements"),
-    Backend("reference", ("producers.reference",), launches=False),
+    _backend(_GLUON, _words),
+    _backend(_TRITON, _elements),
+    Backend("reference", lambda: (reference,), launches=False),
 )
 """All backends, best first; the reference (eager ops and casts) takes every problem."""
 
