@@ -27,6 +27,7 @@ NOT_RUN: dict[str, int] = {
     "docs/guides/diffusion.md": 1,
     "docs/guides/migrating.md": 2,
     "docs/guides/rl.md": 1,
+    "docs/guides/torch_compile.md": 1,
     "docs/guides/torchtitan.md": 1,
 }
 """How many blocks of each page do not run."""
