@@ -282,6 +282,30 @@ def test_ranks_with_whole_weights_wait_for_nobody(mesh: DeviceMesh) -> None:
     assert torch.equal(evaluate(model), evaluate(single))
 
 
+@on_ranks(2, gpus=())
+def test_a_replica_that_writes_inside_of_its_forwards_alone(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has nothing to compare with the others, which do not write."""
+    monkeypatch.setattr(ranks, "TIMEOUT", datetime.timedelta(seconds=1))
+    single = Teacher()
+    convert(single, skip_small=False)
+    model: Any = copy.deepcopy(single)
+    parts = (model.student, model.teacher, model)
+    for part in parts:
+        replicate(part, mesh=mesh)
+    assert torch.equal(evaluate(model), evaluate(single))
+    if mesh.get_local_rank() == 0:
+        single.follow = lambda: single.teacher.weight.mul_(3)
+        model.follow = lambda: shard.to_local().mul_(3)
+        for _ in range(2):
+            for part in parts:
+                part.reshard()
+            shard = model.teacher.weight
+            assert torch.equal(evaluate(model), evaluate(single))
+    dist.barrier()
+
+
 # Writes that PyTorch does not count, between the reduction and a gather: NaN, on all ranks
 
 UNSEEN: dict[str, Callable[[Any], Any]] = {
