@@ -349,13 +349,14 @@ def test_data_gradients_travel_in_the_dtype_of_an_input_in_fp8(
 ) -> None:
     """Which autocast does not change: sums of an fp32 input are not rounded to bf16."""
     linear = parallelize_module(converted(), mesh, ColwiseParallel(input_layouts=tokens))
-    x = quantize(drawn((2, 128, K), torch.float32, 1).requires_grad_())
+    x = drawn((2, 128, K), torch.float32, 1).requires_grad_()
     with torch.autocast("cpu", BF16):
-        y = linear(x)
+        y = linear(quantize(x))
     with Wire() as wire:
         y.sum().backward()
     sent = wire.scattered if tokens == Shard(1) else wire.reduced
     assert [each.dtype for each in sent] == [torch.float32]
+    assert (x.grad != x.grad.to(BF16)).any()
 
 
 @on_ranks(2)

@@ -380,10 +380,13 @@ def test_a_weight_that_changed_is_cast_again(mesh: DeviceMesh, policy: Any) -> N
 
 
 @pytest.mark.parametrize("style", [ColwiseParallel, RowwiseParallel, PrepareModuleInput])
-def test_options_of_torchs_styles_have_its_defaults(style: Any) -> None:
-    own = inspect.signature(style).parameters
-    for name, option in inspect.signature(getattr(torch_styles, style.__name__)).parameters.items():
-        assert (own[name].default, own[name].kind) == (option.default, option.kind), name
+def test_options_and_their_defaults_are_those_of_torchs_style(style: Any) -> None:
+    own, torchs = (
+        {name: (x.kind, x.default) for name, x in inspect.signature(kind).parameters.items()}
+        for kind in (style, getattr(torch_styles, style.__name__))
+    )
+    more = {"reduce_dtype": None, "in_rank_order": False}
+    assert own == torchs | {name: (inspect.Parameter.KEYWORD_ONLY, x) for name, x in more.items()}
 
 
 class Seen(nn.Module):
