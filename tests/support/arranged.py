@@ -90,7 +90,7 @@ def arrange(model: nn.Module, how: str, world: int, device: str) -> bool:
 
 
 def facts(model: nn.Module) -> dict[str, tuple[type, torch.dtype, Any]]:
-    """Return what a load must not change: of each FP8 weight, or its part, type, dtype and recipe."""
+    """Return the type, dtype and recipe of each FP8 weight or its part, which a load must keep."""
     local = {name: own_part(x) for name, x in model.named_parameters()}
     fp8 = {name: x for name, x in local.items() if hasattr(x, "recipe")}
     assert fp8
