@@ -334,16 +334,37 @@ def test_writes_that_nobody_counts(mesh: DeviceMesh, write: str) -> None:
         assert x.grad.isnan().any()
 
 
+@pytest.mark.parametrize("by", [1.5, 0.0])
 @on_ranks(2, gpus=())
-def test_a_compiled_block_whose_weight_changes_before_backward(mesh: DeviceMesh) -> None:
+def test_a_compiled_block_whose_weight_changes_before_backward(mesh: DeviceMesh, by: float) -> None:
     """A traced backward cannot raise: its gradients are NaN."""
     model, _ = twins(mesh)
     model[1].compile(backend="eager")  # others may keep a form of the weight
     x = batch(0).requires_grad_()
     y = model(x)
-    scale(1.5, model[1].weight)
+    scale(by, model[1].weight)
     y.sum().backward()
     assert x.grad.isnan().all()
+
+
+@on_ranks(2, gpus=())
+def test_a_weight_that_is_gathered_early_again_is_not_compared_again(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the first forward only the weights that are gathered together are known."""
+    model, single = twins(mesh)
+    agreed: list[Any] = []
+    agree = amax_table.agree
+    monkeypatch.setattr(amax_table, "agree", lambda *x: (agreed.append(x[1]), agree(*x)))
+    for _ in range(2):
+        for block in model[:2]:
+            block.unshard()
+            block.reshard()
+    assert [len(lines) for lines in agreed] == [1, 1]
+    assert torch.equal(evaluate(model), evaluate(single))
+    model.reshard()
+    assert torch.equal(evaluate(model), evaluate(single))
+    assert [len(lines) for lines in agreed] == [1, 1, 3]
 
 
 # What a step sends
