@@ -18,7 +18,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from blocktensor import BlockwiseFP8Tensor, Recipe, convert, freeze, iter_fp8
-from tests.support.arranged import ARRANGEMENTS, arrange, fsdp, net, same_bits
+from tests.support.arranged import ARRANGEMENTS, arrange, facts, fsdp, net, same_bits
 from tests.support.models import Conv1D, complaint, randn
 from tests.support.ranks import on_ranks
 from tests.support.sharded_checkpoints import (
@@ -61,8 +61,10 @@ def test_one_arrangement_saves_and_others_load(
     for other in (how, "FSDP", "TP and EP", "FSDP over TP and EP", "none"):
         model = frozen(device, 2)
         if other == "none" or arrange(model, other, world, device):
+            before = facts(model)
             read(model, tmp_path)
             same_bits(dict(iter_fp8(model)), want)
+            assert facts(model) == before
 
 
 @on_ranks(2, gpus=())

@@ -17,7 +17,7 @@ pytest.importorskip("transformers", minversion="5.17")
 
 from transformers import core_model_loading
 
-from blocktensor import convert, load_fp8, save_fp8
+from blocktensor import BlockwiseFP8Tensor, convert, iter_fp8, load_fp8, save_fp8
 from blocktensor.checkpoint.names import possible_names
 from blocktensor.checkpoint.stored import Group, groups_of, stored_as
 from tests.support.checkpoint_experts import Tensors, read
@@ -83,6 +83,7 @@ UP, GATE, NORM = (
     "model.layers.0.mlp.gate.weight",
     "model.norm.weight",
 )
+Q, KEY = (f"model.layers.1.self_attn.{name}_proj.weight" for name in "qk")
 
 
 def test_without_its_function(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,9 +95,9 @@ def renaming(names: Mapping[str, str]) -> Callable[[Tensors], Tensors]:
     return lambda state: {names.get(name, name): x for name, x in state.items()}
 
 
-def halves_of_two_experts(state: Tensors) -> Tensors:
+def halves_of_two_stacks(state: Tensors) -> Tensors:
     first, second = state.pop(STACK), state.pop(OTHER)
-    return {**state, "a.0.weight": torch.cat([first[:, :1], second[:, 1:]])}
+    return {**state, "a.0.weight": torch.cat([first[:2], second[2:]])}
 
 
 def matrices(state: Tensors) -> Tensors:
@@ -107,6 +108,19 @@ def sums(state: Tensors) -> Tensors:
     """Values that no joining and splitting gives."""
     first, second = state.pop(STACK), state.pop(OTHER)
     return {**state, "a": first + second, "b": first - second}
+
+
+def joined(state: Tensors) -> Tensors:
+    return {"qk": torch.cat([state.pop(Q), state.pop(KEY)]), **state}
+
+
+def inside_blocks(state: Tensors) -> Tensors:
+    return {f"q.{i}": x.clone() for i, x in enumerate(state.pop(Q).chunk(2))} | state
+
+
+def in_lists(state: Tensors) -> Any:
+    """As transformers gives what its operations have made."""
+    return {("g" if name == GATE else name): [x] for name, x in state.items()}
 
 
 def without(name: str) -> Callable[[Tensors], Tensors]:
@@ -124,8 +138,11 @@ REVERTED: dict[str, tuple[Callable[[Tensors], Tensors], dict[str, list[str]]]] =
     ),
     "one name of two tensors": (renaming({GATE: "x", NORM: "x"}), {NORM: ["x"]}),
     # half of each stack would be lost
-    "parts of several stacks": (halves_of_two_experts, {}),
+    "parts of several stacks": (halves_of_two_stacks, {}),
     "without one": (without(NORM), {}),
+    "joined": (joined, {Q: ["qk"], KEY: ["qk"]}),
+    "cut inside blocks": (inside_blocks, {Q: ["q.0", "q.1"]}),
+    "in lists": (in_lists, {GATE: ["g"]}),
     "computed": (sums, {STACK: ["a", "b"], OTHER: ["a", "b"]}),
 }
 
@@ -138,6 +155,66 @@ def test_other_functions_in_place_of_its_own(case: str, monkeypatch: pytest.Monk
     )
     found = stored_names(transformers_moe("qwen3"))
     assert {name: sorted(others) for name, others in found.items()} == wanted
+
+
+def test_a_tensor_of_many_names_them_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks gather in this order, and sets of names have another order in each process."""
+    norms = [
+        f"model.layers.{i}.{name}_layernorm.weight"
+        for i in range(2)
+        for name in ("input", "post_attention")
+    ]
+
+    def revert(model: Any, state: Tensors) -> Tensors:
+        return {"sum": torch.stack([state.pop(x) for x in (NORM, *norms)]).sum(0), **state}
+
+    monkeypatch.setattr(core_model_loading, "revert_weight_conversion", revert)
+    found = [x for group in groups_of(transformers_moe("qwen3")) for x in group if x.name == "sum"]
+    assert [x.of for x in found] == [tuple(sorted((NORM, *norms)))]
+
+
+def exported(model: nn.Module) -> Tensors:
+    """Return the values that ``iter_fp8`` yields; each name comes once."""
+    pairs = list(iter_fp8(model))
+    found = dict(pairs)
+    assert len(found) == len(pairs)
+    values = {name: x for name, x in pairs if not name.endswith("_scale_inv")}
+    for name in values:
+        if (scale := found.get(f"{name}_scale_inv")) is not None:
+            form = BlockwiseFP8Tensor.from_data(
+                values[name], scale, block_shape=(128, 128), dtype=torch.float32
+            )
+            values[name] = form.dequantize()
+    return values
+
+
+@pytest.mark.parametrize(
+    "skip",
+    [(), ("*.experts", "*.q_proj"), ("*.k_proj",)],
+    ids=["all in FP8", "experts and queries are not", "keys are not"],
+)
+@pytest.mark.parametrize("case", REVERTED)
+def test_what_is_stored_under_other_names(
+    case: str, skip: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has the values that the function gives, in the order of the model's tensors."""
+    revert, others = REVERTED[case]
+    model, patched = transformers_moe("qwen3"), "revert_weight_conversion"
+    convert(model, skip=skip, skip_small=False)
+    monkeypatch.setattr(core_model_loading, patched, lambda model, state: dict(state))
+    own = exported(model)
+    assert own.keys() == model.state_dict().keys()
+    monkeypatch.setattr(core_model_loading, patched, lambda model, state: revert(dict(state)))
+    found, wanted = exported(model), revert(dict(own))
+    for name, x in found.items():
+        y = wanted.get(name, own.get(name))
+        assert torch.equal(x, y[0] if isinstance(y, list) else y), name
+    first: dict[str, int] = {}
+    for place, name in enumerate(own):
+        names = others.get(name, [name])
+        for stored in names if found.keys() >= {*names} else [name]:
+            first.setdefault(stored, place)
+    assert list(found) == sorted(found, key=first.__getitem__)
 
 
 @pytest.mark.parametrize("rows", [128, 192])

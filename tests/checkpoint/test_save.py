@@ -93,8 +93,11 @@ def test_the_config_of_transformers(tmp_path: Path) -> None:
 def test_other_configs(tmp_path: Path) -> None:
     model = filled()
     model.gate = nn.utils.parametrizations.weight_norm(nn.Linear(5, 5))  # it is computed
+    more = ["v", "a", "q", "k", "o"]
+    model.more = nn.ModuleDict({name: nn.Linear(5, 5) for name in more})
     described = config(save_fp8(model, tmp_path / "fp8"))["quantization_config"]
-    assert described["modules_to_not_convert"] == ["gate", "head"]
+    wanted = ["gate", "head", *(f"more.{name}" for name in sorted(more))]  # alike in each process
+    assert described["modules_to_not_convert"] == wanted
     model = filled(convert=False)  # of two kinds of scales
     convert(model.up, Recipe(scale="power_of_two"), skip_small=False)
     convert(model.down, Recipe(), skip_small=False)

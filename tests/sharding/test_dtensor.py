@@ -123,6 +123,9 @@ CUTS: list[tuple[tuple[int, ...], tuple[int, ...], tuple[Any, ...], str | None]]
     ((2, 512, 512), (2, 2), (Shard(1), Shard(2)), None),
     ((2, 512, 70), (2, 2), (Shard(1), Shard(1)), None),
     ((2, 512, 70), (2,), (HALVES,), None),
+    ((2, 512, 70), (2, 2), (HALVES, Shard(1)), None),  # of a part of gate and a part of up
+    ((2, 1, 70), (2,), (Shard(1),), None),  # of one rank, and of none
+    ((2, 100, 0), (2,), (Shard(2),), None),
     ((8, 130, 70), (2, 2), (Shard(0), _StridedShard(0, split_factor=2)), None),
     ((2, 512, 70), (8,), (Shard(1),), "into parts of 64, inside"),
     ((2, 384, 70), (2,), (Shard(1),), "into parts of 192, inside"),

@@ -15,6 +15,7 @@ from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, Recipe
 from blocktensor.ops.cast.ops import quantize_rowwise
 from blocktensor.ops.formats import Quantized
 from blocktensor.sharding import whole as whole_module
+from blocktensor.sharding.cuts import frozen_parts
 from blocktensor.sharding.ranks import Ranks
 from blocktensor.sharding.whole import whole_tensors
 from tests.support.models import randn
@@ -172,3 +173,32 @@ def test_blocks_that_hold_nan(world: int, device: str) -> None:
     cut = distribute_tensor(plain, shared_mesh(device, world, names=("all",)), [Shard(0)])
     cut._local_tensor = BlockwiseFP8Weight(cut.to_local())
     assert_same_cast(*whole(cut), quantize_rowwise(plain, Recipe().weight_format))
+
+
+@on_ranks(4, gpus=())
+def test_equal_cuts_on_other_meshes(world: int, device: str) -> None:
+    """Between the same placements lie other ranks: in turns, and in one call."""
+    square = shared_mesh(device, 2, 2, names=("outer", "inner"))
+    meshes = square["outer"], shared_mesh(device, world, names=("all",)), square["inner"]
+    cuts, wanted = [], []
+    for seed, mesh in enumerate((*meshes, *meshes)):
+        plain = randn(300, 130, seed=seed)
+        cut = distribute_tensor(plain, mesh, [Shard(0)], src_data_rank=None)
+        if seed % 2:
+            cut._local_tensor = BlockwiseFP8Weight(cut.to_local())
+        cuts.append(cut)
+        wanted.append(quantize_rowwise(plain, Recipe().weight_format) if seed % 2 else plain)
+    for got, want in zip(whole(*cuts), wanted, strict=True):
+        (assert_same_cast if isinstance(want, Quantized) else assert_same)(got, want)
+
+
+@on_ranks(2, gpus=())
+def test_scales_are_cut_as_the_weight_is(mesh: DeviceMesh) -> None:
+    """Also a stack of one expert, of which the first rank holds all scales."""
+    for experts, rows in ((1, 130), (2, 130), (3, 512)):
+        weight: Any = distribute_tensor(randn(experts, rows, 200), mesh, [Shard(0)])
+        weight._local_tensor = BlockwiseFP8Tensor.from_values(weight.to_local(), (128, 128))
+        parts = frozen_parts(weight)
+        assert [part.placements for part in parts] == [(Shard(0),)] * 2
+        assert parts[0].shape == weight.shape
+        assert parts[1].shape == (experts, -(-rows // 128), 2)

@@ -12,6 +12,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from blocktensor import Recipe, convert, freeze
 from blocktensor.distributed import ColwiseParallel, RowwiseParallel
+from blocktensor.sharding.dtensor import own_part
 from tests.support.expert_parallel import cut
 from tests.support.models import randn
 from tests.support.moe_models import GroupedExperts
@@ -86,6 +87,14 @@ def arrange(model: nn.Module, how: str, world: int, device: str) -> bool:
             CUTS[how.removeprefix("FSDP over ")](model, square["b"])
         fsdp(model, square if how == "HSDP" else square["a"])
     return how in CUTS or world == 4
+
+
+def facts(model: nn.Module) -> dict[str, tuple[type, torch.dtype, Any]]:
+    """Return the type, dtype and recipe of each FP8 weight or its part, which a load must keep."""
+    local = {name: own_part(x) for name, x in model.named_parameters()}
+    fp8 = {name: x for name, x in local.items() if hasattr(x, "recipe")}
+    assert fp8
+    return {name: (type(x), x.dtype, x.recipe) for name, x in fp8.items()}
 
 
 def same_bits(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:

@@ -349,13 +349,14 @@ def test_data_gradients_travel_in_the_dtype_of_an_input_in_fp8(
 ) -> None:
     """Which autocast does not change: sums of an fp32 input are not rounded to bf16."""
     linear = parallelize_module(converted(), mesh, ColwiseParallel(input_layouts=tokens))
-    x = quantize(drawn((2, 128, K), torch.float32, 1).requires_grad_())
+    x = drawn((2, 128, K), torch.float32, 1).requires_grad_()
     with torch.autocast("cpu", BF16):
-        y = linear(x)
+        y = linear(quantize(x))
     with Wire() as wire:
         y.sum().backward()
     sent = wire.scattered if tokens == Shard(1) else wire.reduced
     assert [each.dtype for each in sent] == [torch.float32]
+    assert (x.grad != x.grad.to(BF16)).any()
 
 
 @on_ranks(2)
@@ -413,3 +414,23 @@ def test_backward_twice(mesh: DeviceMesh) -> None:
         loss.backward()
     assert_same(local(module.first.weight.grad), first * 2)
     assert len(wire.gathered) == 2  # again: nothing gathered is kept after its last use
+
+
+@on_ranks(2, gpus=())
+def test_outputs_without_a_gradient_send_nothing(mesh: DeviceMesh) -> None:
+    """And the input gets none, as from linear layers of torch, whose gradients may be undefined."""
+    colwise = ColwiseParallel(input_layouts=Shard(1))
+    for module in (
+        parallel(siblings(mesh), mesh),
+        parallel(siblings(mesh), mesh, Replicate()),
+        parallelize_module(converted(), mesh, colwise),
+        parallelize_module(converted(), mesh, RowwiseParallel(output_layouts=Shard(0))),
+    ):
+        x = input_of(mesh)
+        if isinstance(module, nn.Linear) and module.weight.placements == (Shard(1),):
+            x = my_part(mesh, x.detach(), -1).requires_grad_()
+        y = torch._C._functions.UndefinedGrad()(module(x))
+        with Wire() as wire:
+            y.sum().backward()
+        assert wire.collectives == [] and x.grad is None
+        assert all(p.grad is None for p in module.parameters())

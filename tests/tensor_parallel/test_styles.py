@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import io
+import itertools
 import pickle
 import time
 from typing import Any
@@ -13,7 +15,7 @@ import torch
 import torch.distributed.tensor.parallel as torch_styles
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
@@ -23,6 +25,7 @@ from tests.support.asserts import assert_no_marked_product
 from tests.support.numeric import assert_same, relative_error
 from tests.support.parallel_linears import (
     BF16,
+    DIM,
     Mlp,
     assert_alike,
     batch,
@@ -374,6 +377,60 @@ def test_a_weight_that_changed_is_cast_again(mesh: DeviceMesh, policy: Any) -> N
     scale(2, module.weight)
     with pytest.raises(RuntimeError, match=r"modified by an in-?place operation"):
         y.sum().backward()
+
+
+@pytest.mark.parametrize("style", [ColwiseParallel, RowwiseParallel, PrepareModuleInput])
+def test_options_and_their_defaults_are_those_of_torchs_style(style: Any) -> None:
+    own, torchs = (
+        {name: (x.kind, x.default) for name, x in inspect.signature(kind).parameters.items()}
+        for kind in (style, getattr(torch_styles, style.__name__))
+    )
+    more = {"reduce_dtype": None, "in_rank_order": False}
+    assert own == torchs | {name: (inspect.Parameter.KEYWORD_ONLY, x) for name, x in more.items()}
+
+
+class Seen(nn.Module):
+    """Returns its arguments, which a linear layer could read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM, dtype=BF16)
+
+    def forward(self, *args: Any, **kwargs: Any) -> list[Any]:
+        return [*args, *kwargs.values()]
+
+
+@pytest.mark.parametrize("by_keyword", [False, True])
+@on_ranks(2, gpus=())
+def test_arguments_that_are_not_cast_are_those_of_torchs_style(
+    mesh: DeviceMesh, by_keyword: bool
+) -> None:
+    """If a linear layer is not converted, there is none, or its input is not gathered."""
+    x, mask = tokens_of(mesh, batch(1)), torch.ones(3)
+    ways = itertools.product((False, True), (Replicate(), Shard(2), Shard(1)), ("", "fp8", "none"))
+    for is_local, layout, linear in ways:
+        if linear == "fp8" and layout == Replicate():
+            continue
+        found = []
+        for kind in (PrepareModuleInput, torch_styles.PrepareModuleInput):
+            module = Seen()
+            if linear == "none":
+                del module.linear
+            else:
+                parallelize_module(module.linear, mesh, ColwiseParallel())
+            if linear == "fp8":
+                convert(module, skip_small=False)
+            given: Any = {"x": Shard(1)} if by_keyword else (Shard(1), None)
+            wanted: Any = {"x": layout} if by_keyword else (layout, None)
+            infix = "_kwarg" if by_keyword else ""
+            layouts = {f"input{infix}_layouts": given, f"desired_input{infix}_layouts": wanted}
+            parallelize_module(module, mesh, kind(**layouts, use_local_output=is_local))
+            found.append(module(x=x, mask=mask) if by_keyword else module(x, mask))
+        (got, other), (want, _) = found
+        assert other is mask
+        assert type(got) is type(want) is (Tensor if is_local else DTensor)
+        assert getattr(got, "placements", None) == getattr(want, "placements", None)
+        assert_same(local(got), local(want))
 
 
 @on_ranks(2, gpus=())

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from blocktensor import Recipe, convert, functional
-from blocktensor.sharding.fsdp import amax_table
+from blocktensor.sharding.fsdp import amax_table, fsdp_internals
 from tests.support.models import POWER_OF_TWO, linear, randn
 from tests.support.ranks import on_ranks
 from tests.support.sharded import assert_equal, scale, step, whole
@@ -151,9 +151,12 @@ def test_tables_end_with_their_model(mesh: DeviceMesh) -> None:
     loss_of(model, 0)
     owners = [o for o, place in amax_table._PLACES.items() if place.table is table()]
     assert len(owners) == 3
+    found = {key for key, (owner, _) in fsdp_internals._FOUND.items() if owner() in owners}
+    assert len(found) == 3
     del model, optimizer, owners
     gc.collect()
     assert table() is None
+    assert found.isdisjoint(fsdp_internals._FOUND)
 
 
 # Random writes and steps: forwards are as converted anew (``BLOCKTENSOR_FUZZ=200``: so many runs)

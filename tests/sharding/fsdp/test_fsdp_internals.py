@@ -183,6 +183,17 @@ def test_writes_that_the_writer_counts(mesh: DeviceMesh, counted: str) -> None:
         loss.backward()
 
 
+@on_ranks(2, gpus=())
+def test_rows_in_other_memory(mesh: DeviceMesh) -> None:
+    """``.data = ...`` counts nothing, and the amaxes of the new rows may be those of the old."""
+    model, _ = trained(mesh)
+    loss = loss_of(model, 0)
+    master = shard_of(model[2].weight).master
+    master.data = -master
+    with pytest.raises(RuntimeError, match=CHANGED):
+        loss.backward()
+
+
 @pytest.mark.parametrize("where", ["behind the weight", "before its gradient"])
 @on_ranks(2, gpus=())
 def test_a_gather_after_a_backward_that_raised(mesh: DeviceMesh, where: str) -> None:

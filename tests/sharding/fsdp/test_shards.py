@@ -120,6 +120,42 @@ def test_which_tensors_are_shards_with_the_same_rows() -> None:
     assert type(rows.new_zeros(1, 3, 192)) is type(stack.new_zeros(3, 192)) is Tensor
 
 
+aten = torch.ops.aten
+PRODUCTS: dict[str, Callable[[FP8Shard, FP8Shard, Tensor], Tensor]] = {
+    "linear": lambda rows, stack, x: nn.functional.linear(x, rows),
+    "mm": lambda rows, stack, x: torch.mm(x, rows),
+    "mm from the left": lambda rows, stack, x: rows.mm(x),
+    "matmul": lambda rows, stack, x: torch.matmul(x, rows),
+    "@": lambda rows, stack, x: x @ rows,
+    "@ from the left": lambda rows, stack, x: rows @ x,
+    "addmm": lambda rows, stack, x: torch.addmm(x, x, rows),
+    "x.addmm": lambda rows, stack, x: x.addmm(rows, x),
+    "aten.mm": lambda rows, stack, x: aten.mm(x, rows),
+    "aten.addmm": lambda rows, stack, x: aten.addmm(x, rows, x),
+    "aten.bmm": lambda rows, stack, x: aten.bmm(x.expand(2, 4, 4), stack),
+    "aten.baddbmm": lambda rows, stack, x: aten.baddbmm(x, stack, x.expand(2, 4, 4)),
+    "aten.mv": lambda rows, stack, x: aten.mv(rows, x[0]),
+    "aten.linear": lambda rows, stack, x: aten.linear(x, rows),
+    "aten._grouped_mm": lambda rows, stack, x: aten._grouped_mm(
+        x, stack, torch.tensor([2, 4], dtype=torch.int32)
+    ),
+}
+
+
+@pytest.mark.parametrize("product", PRODUCTS)
+@pytest.mark.parametrize("grad", [False, True])
+def test_products_with_rows_are_refused(product: str, grad: bool) -> None:
+    """By functions of torch, and by ops, which other code may call at once."""
+    rows, stack = (
+        FP8Shard(torch.ones(*shape, dtype=torch.bfloat16), Recipe()).requires_grad_(grad)
+        for shape in ((4, 4), (2, 4, 4))
+    )
+    x = torch.ones(4, 4, dtype=torch.bfloat16)
+    for views in ((rows, stack), (rows.t(), stack.transpose(1, 2)), (rows.view(4, 4), stack)):
+        with pytest.raises(NotImplementedError, match="shard of an FP8 weight: a matmul needs"):
+            PRODUCTS[product](*views, x)
+
+
 @on_ranks(2)
 def test_what_others_see_of_a_sharded_model(mesh: DeviceMesh, device: str) -> None:
     model, single = twins(device)

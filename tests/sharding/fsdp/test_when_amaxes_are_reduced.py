@@ -282,6 +282,30 @@ def test_ranks_with_whole_weights_wait_for_nobody(mesh: DeviceMesh) -> None:
     assert torch.equal(evaluate(model), evaluate(single))
 
 
+@on_ranks(2, gpus=())
+def test_a_replica_that_writes_inside_of_its_forwards_alone(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has nothing to compare with the others, which do not write."""
+    monkeypatch.setattr(ranks, "TIMEOUT", datetime.timedelta(seconds=1))
+    single = Teacher()
+    convert(single, skip_small=False)
+    model: Any = copy.deepcopy(single)
+    parts = (model.student, model.teacher, model)
+    for part in parts:
+        replicate(part, mesh=mesh)
+    assert torch.equal(evaluate(model), evaluate(single))
+    if mesh.get_local_rank() == 0:
+        single.follow = lambda: single.teacher.weight.mul_(3)
+        model.follow = lambda: shard.to_local().mul_(3)
+        for _ in range(2):
+            for part in parts:
+                part.reshard()
+            shard = model.teacher.weight
+            assert torch.equal(evaluate(model), evaluate(single))
+    dist.barrier()
+
+
 # Writes that PyTorch does not count, between the reduction and a gather: NaN, on all ranks
 
 UNSEEN: dict[str, Callable[[Any], Any]] = {
@@ -310,16 +334,37 @@ def test_writes_that_nobody_counts(mesh: DeviceMesh, write: str) -> None:
         assert x.grad.isnan().any()
 
 
+@pytest.mark.parametrize("by", [1.5, 0.0])
 @on_ranks(2, gpus=())
-def test_a_compiled_block_whose_weight_changes_before_backward(mesh: DeviceMesh) -> None:
+def test_a_compiled_block_whose_weight_changes_before_backward(mesh: DeviceMesh, by: float) -> None:
     """A traced backward cannot raise: its gradients are NaN."""
     model, _ = twins(mesh)
     model[1].compile(backend="eager")  # others may keep a form of the weight
     x = batch(0).requires_grad_()
     y = model(x)
-    scale(1.5, model[1].weight)
+    scale(by, model[1].weight)
     y.sum().backward()
     assert x.grad.isnan().all()
+
+
+@on_ranks(2, gpus=())
+def test_a_weight_that_is_gathered_early_again_is_not_compared_again(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the first forward only the weights that are gathered together are known."""
+    model, single = twins(mesh)
+    agreed: list[Any] = []
+    agree = amax_table.agree
+    monkeypatch.setattr(amax_table, "agree", lambda *x: (agreed.append(x[1]), agree(*x)))
+    for _ in range(2):
+        for block in model[:2]:
+            block.unshard()
+            block.reshard()
+    assert [len(lines) for lines in agreed] == [1, 1]
+    assert torch.equal(evaluate(model), evaluate(single))
+    model.reshard()
+    assert torch.equal(evaluate(model), evaluate(single))
+    assert [len(lines) for lines in agreed] == [1, 1, 3]
 
 
 # What a step sends
