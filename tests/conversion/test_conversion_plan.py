@@ -109,6 +109,9 @@ def test_places_in_other_containers() -> None:
     vision = nn.ModuleDict({"encoder": body, "heads": nn.Sequential()})
     vision["heads"].add_module("head", last)
     assert heads_of(vision) == {last: "lm head: by name and place"}
+    alone = nn.Sequential()  # no body, however deep
+    alone.add_module("heads", vision["heads"])
+    assert heads_of(alone) == heads_of(nn.Sequential(alone)) == {}
 
 
 @pytest.mark.parametrize(

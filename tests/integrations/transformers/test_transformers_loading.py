@@ -98,6 +98,7 @@ def test_what_the_file_holds_in_high_precision_stays_so(tmp_path: Path) -> None:
     found = []
     for options in ({}, {"skip": ["*.k_proj"]}, {"convert_head": True}):
         model = loaded(tmp_path, choices(**options), dtype="auto")
+        assert all(x.requires_grad for x in model.parameters())
         found.append({name.split(".")[-2] for name in fp8_names(model)})
         with torch.no_grad():
             k = model.model.layers[0].self_attn.k_proj.weight
@@ -105,6 +106,20 @@ def test_what_the_file_holds_in_high_precision_stays_so(tmp_path: Path) -> None:
             assert (k - wanted).abs().max() < 0.05 * wanted.abs().max()
     names = {"k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
     assert found == [names, names - {"k_proj"}, names | {"lm_head"}]
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["trainable", "frozen"])
+def test_all_may_be_skipped(frozen: bool, tmp_path: Path) -> None:
+    """Skipped weights are plain, and train as all others do."""
+    source = written(tmp_path / "fp8")
+    with pytest.warns(UserWarning, match="no weight of this LlamaForCausalLM is in FP8") as said:
+        model = loaded(tmp_path / "fp8", choices(skip=["*"], frozen=frozen), dtype="auto")
+    assert len(said) == 1
+    assert {type(x) for x in model.parameters()} == {nn.Parameter}
+    assert {x.requires_grad for x in model.parameters()} == {not frozen}
+    stored = loaded(tmp_path / "fp8", choices(frozen=True), dtype="auto")
+    wanted = {**dict(source.named_parameters()), **values(stored)}
+    assert all(torch.equal(x, wanted[name]) for name, x in model.named_parameters())
 
 
 def test_loading_takes_a_byte_a_weight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
