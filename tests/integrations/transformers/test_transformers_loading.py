@@ -318,7 +318,8 @@ def test_values_without_their_scales_in_a_given_state_are_refused(dtype: torch.d
         fp8_checkpoint(model, None, state, ())
 
 
-def test_integers_in_buffers_need_no_scales(tmp_path: Path) -> None:
+@pytest.mark.parametrize("in_fp8", [True, False])
+def test_integers_in_buffers_need_no_scales(in_fp8: bool, tmp_path: Path) -> None:
     class Masked(transformers.LlamaForCausalLM):
         def __init__(self, config: Any) -> None:
             super().__init__(config)
@@ -326,9 +327,12 @@ def test_integers_in_buffers_need_no_scales(tmp_path: Path) -> None:
 
     source = Masked(llama().config).bfloat16()
     source.mask.copy_(torch.arange(4))
-    convert(source, skip_small=False)
-    save_fp8(source, tmp_path / "fp8")
-    model = Masked.from_pretrained(tmp_path / "fp8", quantization_config=choices(frozen=True))
+    if in_fp8:
+        convert(source, skip_small=False)
+        save_fp8(source, tmp_path)
+    else:
+        source.save_pretrained(tmp_path)
+    model = Masked.from_pretrained(tmp_path, quantization_config=choices(frozen=True))
     assert model.mask.dtype == torch.uint8
     assert model.mask.tolist() == [0, 1, 2, 3]
     assert len(fp8_names(model)) == 14
