@@ -272,7 +272,13 @@ def _zeros(shape: tuple[int, ...], like: Tensor) -> Tensor:
 
 
 def _forms_of_weight(w: Tensor, plan: Plan, both: bool) -> tuple[Quantized, Quantized | None]:
-    """Return the rowwise form of the weight, and the columnwise one if it is needed."""
+    """Return the rowwise form of the weight, and the columnwise one if it is needed.
+
+    Raises:
+        RuntimeError: FSDP2 has gathered the weight for a backward, and it has changed since.
+    """
+    if isinstance(w, BlockwiseFP8Tensor) and w.generation is not None:
+        w.generation.read()
     if both and isinstance(w, BlockwiseFP8Weight):
         return w._both_forms()
     operand = operand_of_weight(w, plan.weight_format)

@@ -101,7 +101,6 @@ _WITHOUT_PRODUCTS = {
     "_c10d_functional_autograd",
     "inductor",
     "profiler",
-    "symm_mem",
     "streams",
     "debugprims",
 }
@@ -166,8 +165,11 @@ def hides_products(func: Any) -> bool:
     packet = packet_of(func)
     if packet in flop_registry:
         return False
-    is_higher_order = isinstance(func, torch._ops.HigherOrderOperator)
-    return is_higher_order or packet in _HIDE_PRODUCTS or func.namespace not in _WITHOUT_PRODUCTS
+    if isinstance(func, torch._ops.HigherOrderOperator) or packet in _HIDE_PRODUCTS:
+        return True
+    if func.namespace == "symm_mem":  # collectives, some of which multiply what they gather
+        return "mm" in packet.__name__ or "matmul" in packet.__name__
+    return func.namespace not in _WITHOUT_PRODUCTS
 
 
 def _of_matrices(packet: Any, left: int, args: Sequence[Any], out: Any) -> Product:

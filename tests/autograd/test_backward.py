@@ -20,6 +20,7 @@ from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, Recipe, function
 from blocktensor.autograd import pipelining
 from blocktensor.autograd.backward import FP8Function
 from blocktensor.autograd.norm import normed
+from blocktensor.tensor.fp8_tensor import Generation
 from tests.support.asserts import refused
 from tests.support.groups import ends
 from tests.support.linear_ways import (
@@ -375,3 +376,37 @@ def test_fp8_outputs_and_inputs_in_between() -> None:
     y.backward(grad)
     for found in (got, (x.grad, w.grad)):
         assert_all_equal([*found], [*torch.autograd.grad(F.linear(x, w), (x, w), grad)])
+
+
+GATHERED: dict[str, tuple[tuple[int, ...], Callable[[Tensor, Tensor], Tensor]]] = {
+    "linear": ((256, 384), functional.linear),
+    "matmul": ((256, 384), lambda x, w: x @ w.t()),
+    "in another dtype": ((256, 384), lambda x, w: F.linear(x, w.float().bfloat16())),
+    "a part": ((256, 384), lambda x, w: F.linear(x, w[128:])),
+    "experts": ((2, 256, 384), lambda x, w: functional.grouped_linear(x, w, ends(2, 3))),
+    "loss": (
+        (256, 384),
+        lambda x, w: functional.linear_cross_entropy(x, w, torch.arange(5)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GATHERED)
+def test_a_gathered_weight_must_hold_the_values_of_its_forward(name: str) -> None:
+    shape, run = GATHERED[name]
+    w = BlockwiseFP8Tensor.from_values(randn(*shape), (128, 128))
+    w.generation = Generation()  # as of a weight that FSDP2 has gathered
+    x = randn(5, 384, grad=True)
+    with pytest.raises(RuntimeError, match="was changed between a forward and a backward"):
+        run(x, w)
+    results = []
+    for change in (0, 1):
+        w.generation.version = 7
+        y = run(x, w)
+        w.generation.version += change
+        if change and name != "loss":  # which has computed its gradients
+            with pytest.raises(RuntimeError, match="was changed or moved on this rank"):
+                y.sum().backward()
+        else:
+            results.append(torch.autograd.grad(y.sum(), x)[0])
+    assert all(torch.equal(made, results[0]) for made in results)

@@ -150,3 +150,39 @@ ValueError: the input is on meta and the weight on cpu: move them to one device;
   Linear""",
     )
     assert torch.isfinite(module(X)).all()  # and spoils nothing
+
+
+def test_known_kinds_refuse_as_new_ones_do() -> None:
+    """A plan that served a good call serves no bad one that looks nearly the same."""
+    w, bias = linear(256, 384).weight, randn(256, seed=2)
+    stack, offs = nn.Parameter(BlockwiseFP8Weight(randn(2, 256, 384))), torch.tensor([2, 5]).int()
+    biases = randn(2, 256, seed=2)
+    dense, grouped = functional.linear, functional.grouped_linear
+    calls: list[Call] = [
+        lambda: dense(X.half(), w),
+        lambda: dense(X, w, bias.half()),
+        lambda: dense(X, w, bias[:3]),
+        lambda: dense(X, w, bias[None]),
+        lambda: dense(X, w, bias.to("meta")),
+        lambda: dense(X[:, 1:], w),
+        lambda: dense(X[:, 0], w),
+        lambda: dense(X.to("meta"), w),
+        lambda: dense(X[0, 0], w),
+        lambda: dense(X, w[:, 128:]),
+        lambda: dense(X, w.to("meta")),
+        lambda: grouped(X.half(), stack, offs),
+        lambda: grouped(X[..., None], stack, offs),
+        lambda: grouped(X[0], stack, offs),
+        lambda: grouped(X, stack, offs.long()),
+        lambda: grouped(X, stack, offs[1:]),
+        lambda: grouped(X, stack, offs.to("meta")),
+        lambda: grouped(X, stack, offs, biases[:1]),
+        lambda: grouped(X, stack, offs, biases.half()),
+        lambda: grouped(X, stack.mT, offs),
+    ]
+    new = [refused(call) for call in calls]
+    for x in (X, X.clone().requires_grad_()):
+        for y in (dense(x, w), dense(x, w, bias), grouped(x, stack, offs)):
+            assert y.isfinite().all()
+        assert grouped(x, stack, offs, biases).isfinite().all()
+    assert [refused(call) for call in calls] == new

@@ -350,6 +350,9 @@ if dist.is_available():
     @on_ranks(2, gpus=())
     def test_tensor_parallel_weights(world: int, device: str) -> None:
         from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor.parallel import parallelize_module
+
+        from blocktensor.distributed import RowwiseParallel
 
         model = nn.Sequential(nn.Linear(DIM, DIM, bias=False), nn.Linear(DIM, DIM, bias=False))
         mesh = init_device_mesh(device, (1, world), mesh_dim_names=("data", "tensor"))
@@ -360,6 +363,13 @@ if dist.is_available():
         assert remedy in refused(model, NotImplementedError)
         fully_shard(model, mesh=mesh["data"])
         assert remedy in refused(model, NotImplementedError)
+
+        model = nn.Sequential(nn.Linear(256, 256))
+        parallelize_module(model, mesh["tensor"], {"0": RowwiseParallel()})
+        convert(model, skip_small=False, dry_run=True)
+        fully_shard(model, mesh=mesh["data"])
+        text = refused(model, NotImplementedError)
+        assert "a tensor parallel DTensor [256, 256] that FSDP2 shards besides" in text
 
 
 # Other modules that hold a weight

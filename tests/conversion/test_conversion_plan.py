@@ -89,6 +89,16 @@ def test_the_heads_of_known_models(leaves: str, heads: str) -> None:
     assert head_names(tree(leaves)) == heads.split()
 
 
+NAMES = "lm_head output output_layer head embed_out output_projection logits proj_out classifier"
+
+
+@pytest.mark.parametrize("name", [*NAMES.split(), "score"])
+def test_usual_names_of_heads(name: str) -> None:
+    body = "embed[V] layers.0.attention.output[D,D] "
+    assert head_names(tree(f"{body} {name}[3,D] up[3,D]")) == [name]
+    assert head_names(tree(f"{body} {name}_norm[3,D]")) == []
+
+
 def test_places_in_other_containers() -> None:
     def block() -> nn.Module:
         return tree("output[D,D] up[V,D] attn.q[D,D]")
@@ -109,6 +119,9 @@ def test_places_in_other_containers() -> None:
     vision = nn.ModuleDict({"encoder": body, "heads": nn.Sequential()})
     vision["heads"].add_module("head", last)
     assert heads_of(vision) == {last: "lm head: by name and place"}
+    alone = nn.Sequential()  # no body, however deep
+    alone.add_module("heads", vision["heads"])
+    assert heads_of(alone) == heads_of(nn.Sequential(alone)) == {}
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from tests.support.gated import results, unfused, weights
 from tests.support.groups import ends
 from tests.support.models import POWER_OF_TWO, SQUARE, plain, randn
 from tests.support.norms import NAMES, Norm, OfTorch, fused_blocks
-from tests.support.steps import assert_bits
+from tests.support.steps import assert_bits, step
 
 pytestmark = instantiates
 __all__ = ["afresh"]
@@ -98,6 +98,33 @@ def test_another_recipe_than_a_weight_has_is_refused(monkeypatch: pytest.MonkeyP
             monkeypatch.setattr(dynamo, "_announced", announced)
             with pytest.raises(torch._dynamo.exc.Unsupported, match="leave out the recipe"):
                 compiled(run)(x)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"ignore_index": 5, "label_smoothing": 0.1},
+        {"reduction": "sum", "weight": torch.rand(320)},
+    ],
+    ids=["mean", "sum"],
+)
+def test_a_loss_that_dynamo_traces_first(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes the logits of all tokens in fp32, as the loss in chunks does."""
+    monkeypatch.setattr(dynamo, "_announced", False)
+    w, bias = weights()[0], randn(320, seed=3, grad=True)
+    x, target = randn(2, 35, 192), torch.arange(70).view(2, 35) % 7
+
+    def wanted(x: Tensor) -> Tensor:
+        logits = F.linear(x, w, bias).float()
+        return F.cross_entropy(logits.flatten(0, 1), target.flatten(), **options)
+
+    def run(x: Tensor) -> Tensor:
+        return functional.linear_cross_entropy(x, w, target, bias, **options)
+
+    assert_bits(step(compiled(run), x, of=[w, bias]), step(wanted, x, of=[w, bias]))
+    assert graphs() == 1
 
 
 def ops_that_run(run: Any, operands: list[Any]) -> list[str]:

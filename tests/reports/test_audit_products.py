@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from blocktensor import BlockwiseFP8Weight, Recipe, audit, audit_step, convert, functional
 from blocktensor.reports import AuditReport
-from blocktensor.reports.audit_products import Product, product_of
+from blocktensor.reports.audit_products import Product, hides_products, product_of
 from blocktensor.reports.audit_report import AuditedProduct
 from tests.support.models import randn
 
@@ -182,6 +183,67 @@ def test_ops_that_hide_their_products_are_named() -> None:
         report = audit_step(model, lambda: (model(x), torch.mm(A, B)))
     assert [e.module for e in report.entries] == ["(model)"]
     assert report.notes == (f"{hidden} are not shown: aten.mkldnn_rnn_layer.default in 0",)
+
+
+HIDING = {
+    "aten": ("_cudnn_rnn", "_trilinear", "_native_multi_head_attention"),
+    "symm_mem": ("fused_all_gather_matmul", "fused_scaled_matmul_reduce_scatter"),
+    "quantized": ("linear",),
+}
+PLAIN = {
+    "aten": ("relu", "convolution", "mm"),
+    "prims": ("add",),
+    "blocktensor": ("quantize_both",),
+    "c10d": ("allreduce_",),
+    "_c10d_functional": ("all_reduce",),
+    "_c10d_functional_autograd": ("all_to_all_single",),
+    "_dtensor": ("shard_dim_alltoall",),
+    "fsdp": ("split_with_sizes_copy",),
+    "inductor": ("accumulate_grad_",),
+    "profiler": ("_record_function_enter_new",),
+    "symm_mem": ("one_shot_all_reduce",),
+}
+
+
+@pytest.mark.parametrize("hides", [True, False])
+def test_which_ops_hide_matmuls(hides: bool) -> None:
+    import_module("torch.distributed._symmetric_memory")
+    for namespace, names in (HIDING if hides else PLAIN).items():
+        for name in names:
+            packet = getattr(getattr(torch.ops, namespace), name)
+            assert hides_products(packet.default) == hides, packet
+
+
+class Rotary(nn.Module):
+    """Of as many frequencies as positions; a buffer and a parameter hold the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("fixed", torch.ones(5))
+        self.learned = nn.Parameter(torch.ones(1, 5))
+
+
+OUTER: dict[str, tuple[Callable[[Rotary], Any], str]] = {
+    "of activations": (lambda m: V[:, None] @ V[None], "outer product"),
+    "by a buffer": (lambda m: V[:, None] @ m.fixed[None], "outer product"),
+    "of a buffer": (lambda m: m.fixed[:, None] @ V[None], "outer product"),
+    "by a parameter": (lambda m: V[:, None] @ m.learned, ""),
+    "of two columns": (lambda m: A[:, :2] @ B[:2], ""),
+    "by two columns of a buffer": (lambda m: A[:, :1].expand(3, 5) @ m.fixed[:, None], ""),
+    "in FP8": (lambda m: functional.linear(V[:, None], V[:, None]), ""),
+    "of a batch": (lambda m: BATCH[..., :1] @ BATCHED[:, :1], ""),
+}
+
+
+@pytest.mark.parametrize("name", OUTER)
+def test_outer_products_without_a_parameter_are_explained(name: str) -> None:
+    run, note = OUTER[name]
+    model = Rotary()
+    (product,) = audit_step(model, lambda: run(model)).entries
+    assert (product.k == 1) == ("columns" not in name)
+    assert product.note == note
+    assert product.attention == (name == "of a batch")
+    assert product.weight == ("fixed" if "buffer" in name else "learned" * ("parameter" in name))
 
 
 def entry(module: str, flops: int, precision: str = "bf16", **others: object) -> AuditedProduct:

@@ -71,6 +71,24 @@ def test_a_form_alone_has_the_bytes_of_a_cast_of_both(form: str) -> None:
         getattr(one, missing)()
 
 
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_frameworks_rebuild_parameters(requires_grad: bool) -> None:
+    """As ``type(parameter)(parameter, requires_grad=...)``: accelerate does."""
+    x = quantized(200, 300, block=SQUARE, recipe=POWER_OF_TWO).requires_grad_(not requires_grad)
+    made = BlockwiseFP8Tensor(x, requires_grad=requires_grad)
+    assert made.requires_grad == requires_grad
+    assert made.is_leaf and made is not x
+    assert_same(made.detach(), x.detach())
+
+
+def test_values_are_bf16_unless_a_dtype_is_given() -> None:
+    values = randn(200, 300, dtype=torch.float32)
+    form = BlockwiseFP8Tensor.from_values(values, SQUARE).rowwise()
+    for options, dtype in (({}, torch.bfloat16), ({"dtype": torch.float16}, torch.float16)):
+        made = BlockwiseFP8Tensor(form, shape=(200, 300), **options)
+        assert made.dtype == made.dequantize().dtype == dtype
+
+
 def test_the_wrong_forms_are_refused() -> None:
     assert_expected_inline(
         refused(

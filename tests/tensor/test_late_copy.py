@@ -116,6 +116,7 @@ HANDED_OUT: dict[str, Callable[[Any], Tensor]] = {
     "transposed": lambda c: c.t().detach(),
     "a row": lambda c: c[3].detach(),
     "rows": lambda c: c[:64].detach(),
+    "diagonal": lambda c: c.diagonal().detach(),
 }
 
 

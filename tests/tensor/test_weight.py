@@ -96,6 +96,16 @@ def test_a_weights_gradient_is_a_tensors() -> None:
     assert w.grad is None
 
 
+@pytest.mark.parametrize("shape", [(N, K), (3, N, K)])
+def test_the_values_of_views_lie_as_the_views_do(shape: tuple[int, ...]) -> None:
+    w = BlockwiseFP8Weight(randn(*shape))
+    for view in (w, w.mT, w.mT.mT, w[1:], w[1:].mT):
+        cast, values = view._quantized(), view.dequantize()
+        assert cast.stride() == values.stride()
+        assert values.is_contiguous() == cast.is_contiguous() == (not view.transposed)
+        assert torch.equal(values.mT, view.mT.dequantize())
+
+
 @pytest.mark.parametrize("strides", ["of the view", "of its own"])
 def test_a_transpose_takes_other_values(strides: str) -> None:
     """As ``.data =`` gives them to a weight; the weight that it is a view of keeps its own."""

@@ -89,8 +89,8 @@ def _announce_loading(theirs: Any) -> Any:
 
 def state_given_to_save(asks: Caller) -> dict[str, Any] | None:
     """Return the ``state_dict`` argument of the ``save_pretrained`` that asks for a state."""
-    given = asks.local("state_dict") if asks.function == "save_pretrained" else None
-    return given if isinstance(given, dict) else None
+    given: Any = asks.local("state_dict") if asks.function == "save_pretrained" else None
+    return None if given is None else dict(given)
 
 
 @dataclass

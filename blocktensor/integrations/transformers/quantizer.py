@@ -115,9 +115,9 @@ class BlockwiseFP8Quantizer(HfQuantizer):  # type: ignore[misc,unused-ignore]
         if self._stored is not None:
             devices = (x.device for x in model.parameters() if not x.is_meta)
             self._stored.load(model, config.recipe, next(devices, torch.device("cpu")))
-            _dequantize_skipped(model, config.skip)
-            if not config.frozen and any(map(fp8_weights, model.modules())):
+            if not config.frozen:
                 unfreeze(model)
+            _dequantize_skipped(model, config.skip)  # these train, too
         self.report = _converted(model, config, of_fp8=self._stored is not None)
         self._stored = None
         if config.fuse:

@@ -90,8 +90,10 @@ def test_the_model_is_the_one_in_high_precision() -> None:
 
 
 def test_filters_and_small_weights_which_are_left_alone_by_default() -> None:
-    model = converted(deepseek_v3, filter_fqns=["feed_forward", "moe", "wkv", "layers.1.attention"])
-    assert in_fp8(model) == {f"layers.0.attention.{name}.weight" for name in ("wq", "wo")}
+    names = ["feed_forward", "moe", "wkv", "layers.1.attention"]
+    for given in (names, tuple(names)):
+        model = converted(deepseek_v3, filter_fqns=given)
+        assert in_fp8(model) == {f"layers.0.attention.{name}.weight" for name in ("wq", "wo")}
     for options in ({"skip_small": True}, {"filter_fqns": ["auto_filter_small_kn"]}):
         with pytest.warns(UserWarning, match="skip_small=False converts small weights"):
             assert not in_fp8(converted(llama3, **options))

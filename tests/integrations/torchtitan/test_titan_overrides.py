@@ -170,8 +170,16 @@ class OtherSelectiveAC(SelectiveAC):
         pass
 
 
-@pytest.mark.parametrize("policy", [FullAC, OtherSelectiveAC])
-def test_other_checkpointing_stays(policy: Any) -> None:
+@pytest.mark.parametrize(
+    ("policy", "wanted"),
+    [
+        (SelectiveAC, BlockwiseFP8SelectiveAC),
+        (FullAC, FullAC),
+        (OtherSelectiveAC, OtherSelectiveAC),
+    ],
+)
+def test_only_the_checkpointing_of_torchtitan_changes(policy: Any, wanted: Any) -> None:
     run = llama3_debugmodel()
     run.activation_checkpoint = policy.Config()
-    assert type(with_blockwise_fp8(run).activation_checkpoint) is policy.Config
+    assert with_blockwise_fp8(run) is run
+    assert type(run.activation_checkpoint) is wanted.Config

@@ -7,6 +7,7 @@ import json
 import pickle
 import textwrap
 from dataclasses import fields
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -44,6 +45,15 @@ def test_defaults_and_that_each_option_counts() -> None:
     for name, value in OPTIONS.items():
         assert getattr(given, name) == value != getattr(default, name)
         assert BlockwiseFP8Config(**{**OPTIONS, name: getattr(default, name)}) != given
+
+
+def test_collections_of_other_types() -> None:
+    """The quantizer and JSON see lists and dicts."""
+    names = MappingProxyType({"*.moe": ("w_up", "w_down")})
+    config = BlockwiseFP8Config(skip=("*.q_proj", "lm_head"), experts=names)
+    assert config == BlockwiseFP8Config(skip=OPTIONS["skip"], experts=OPTIONS["experts"])
+    assert (type(config.skip), type(config.experts)) == (list, dict)
+    assert json.loads(config.to_json_string()) == config.to_dict()
 
 
 BAD: tuple[dict[str, Any], ...] = (

@@ -98,6 +98,7 @@ def test_what_the_file_holds_in_high_precision_stays_so(tmp_path: Path) -> None:
     found = []
     for options in ({}, {"skip": ["*.k_proj"]}, {"convert_head": True}):
         model = loaded(tmp_path, choices(**options), dtype="auto")
+        assert all(x.requires_grad for x in model.parameters())
         found.append({name.split(".")[-2] for name in fp8_names(model)})
         with torch.no_grad():
             k = model.model.layers[0].self_attn.k_proj.weight
@@ -105,6 +106,20 @@ def test_what_the_file_holds_in_high_precision_stays_so(tmp_path: Path) -> None:
             assert (k - wanted).abs().max() < 0.05 * wanted.abs().max()
     names = {"k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
     assert found == [names, names - {"k_proj"}, names | {"lm_head"}]
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["trainable", "frozen"])
+def test_all_may_be_skipped(frozen: bool, tmp_path: Path) -> None:
+    """Skipped weights are plain, and train as all others do."""
+    source = written(tmp_path / "fp8")
+    with pytest.warns(UserWarning, match="no weight of this LlamaForCausalLM is in FP8") as said:
+        model = loaded(tmp_path / "fp8", choices(skip=["*"], frozen=frozen), dtype="auto")
+    assert len(said) == 1
+    assert {type(x) for x in model.parameters()} == {nn.Parameter}
+    assert {x.requires_grad for x in model.parameters()} == {not frozen}
+    stored = loaded(tmp_path / "fp8", choices(frozen=True), dtype="auto")
+    wanted = {**dict(source.named_parameters()), **values(stored)}
+    assert all(torch.equal(x, wanted[name]) for name, x in model.named_parameters())
 
 
 def test_loading_takes_a_byte_a_weight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,7 +318,8 @@ def test_values_without_their_scales_in_a_given_state_are_refused(dtype: torch.d
         fp8_checkpoint(model, None, state, ())
 
 
-def test_integers_in_buffers_need_no_scales(tmp_path: Path) -> None:
+@pytest.mark.parametrize("in_fp8", [True, False])
+def test_integers_in_buffers_need_no_scales(in_fp8: bool, tmp_path: Path) -> None:
     class Masked(transformers.LlamaForCausalLM):
         def __init__(self, config: Any) -> None:
             super().__init__(config)
@@ -311,9 +327,12 @@ def test_integers_in_buffers_need_no_scales(tmp_path: Path) -> None:
 
     source = Masked(llama().config).bfloat16()
     source.mask.copy_(torch.arange(4))
-    convert(source, skip_small=False)
-    save_fp8(source, tmp_path / "fp8")
-    model = Masked.from_pretrained(tmp_path / "fp8", quantization_config=choices(frozen=True))
+    if in_fp8:
+        convert(source, skip_small=False)
+        save_fp8(source, tmp_path)
+    else:
+        source.save_pretrained(tmp_path)
+    model = Masked.from_pretrained(tmp_path, quantization_config=choices(frozen=True))
     assert model.mask.dtype == torch.uint8
     assert model.mask.tolist() == [0, 1, 2, 3]
     assert len(fp8_names(model)) == 14

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections import OrderedDict
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from transformers.trainer_utils import validate_quantization_for_training
 
 from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, MinSizes, Recipe, convert, unfuse
 from blocktensor.integrations.transformers import BlockwiseFP8Quantizer, save_pretrained_fp8
+from blocktensor.integrations.transformers import quantizer as quantizer_module
 from tests.support.checkpoint_models import assert_same, bits, state
 from tests.support.compiling import fresh, graphs
 from tests.support.moe_models import transformers_moe
@@ -122,6 +125,10 @@ def test_offloading_is_refused(
             loaded(llama_folder, device_map=device_map, **some)
     with pytest.raises(NotImplementedError, match="'disk'"):
         loaded(llama_folder, device_map="auto", max_memory={"cpu": "600KB"}, **some)
+    with monkeypatch.context() as patch:
+        patch.setattr(quantizer_module, "is_deepspeed_zero3_enabled", lambda: True)
+        with pytest.raises(NotImplementedError, match="ZeRO-3 keeps no whole weights"):
+            loaded(llama_folder)
     quantizer = BlockwiseFP8Quantizer(choices())
     with torch.device("meta"), pytest.raises(NotImplementedError, match="not on a device"):
         quantizer.postprocess_model(llama())
@@ -235,10 +242,11 @@ def test_a_state_that_is_given_is_saved(llama_folder: Path, tmp_path: Path) -> N
         model = loaded(llama_folder, choices(frozen=frozen))
         given = dict(model.state_dict())
         given["model.norm.weight"] = torch.full_like(given["model.norm.weight"], 7)
-        model.save_pretrained(tmp_path, state_dict=given)
-        stored = load_file(tmp_path / "model.safetensors")
-        assert stored["model.norm.weight"].eq(7).all()
-        assert stored.keys() == given.keys()
+        for kind in (dict, OrderedDict, MappingProxyType):
+            model.save_pretrained(tmp_path / kind.__name__, state_dict=kind(given))
+            stored = load_file(tmp_path / kind.__name__ / "model.safetensors")
+            assert stored["model.norm.weight"].eq(7).all()
+            assert stored.keys() == given.keys()
 
 
 def test_adapters_are_saved_without_their_base(

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, Recipe, convert
+from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, MinSizes, Recipe, convert
 from blocktensor.sharding.fsdp.shards import FP8Shard, FrozenShard
 from tests.support.models import SQUARE, randn
 from tests.support.moe_models import BatchedMoE, TitanMoE
@@ -94,6 +94,20 @@ def test_experts_train_as_in_one_process(mesh: DeviceMesh, device: str, dim: int
     """Whole experts, fewer of them than ranks and unevenly; rows and columns inside blocks."""
     for make in (titan, lambda: BatchedMoE(3, K, N)):
         assert_trains_as_one_process(lambda m: shard(m, mesh, dim), device, make)
+
+
+@on_ranks(2)
+def test_converted_after_they_were_sharded(mesh: DeviceMesh, device: str) -> None:
+    """Whole stacks are gathered: the sizes that count, and are reported, are those of a whole."""
+    sizes = MinSizes(expert_n=128, expert_k=128, expert_size=512 * 128)
+    for dim in (0, 1):
+        model, single = TitanMoE(2, 128, 512).to(device), TitanMoE(2, 128, 512).to(device)
+        shard(model, mesh, dim)
+        reports = [convert(each, skip=["gate"], skip_small=sizes) for each in (model, single)]
+        found, wanted = ({e.name: e.reason for e in report.converted} for report in reports)
+        assert len(found) == 3
+        assert {name: why.replace(", gathered in FP8", "") for name, why in found.items()} == wanted
+        assert_trains_as(single, model, device, steps=2, run=in_fp32)
 
 
 @on_ranks(4)

@@ -32,7 +32,16 @@ def test_below_autograd_products_are_fp8_too() -> None:
             assert torch.equal(mm(x, w.t()), bare)
             assert torch.equal(addmm(bias, x, w.t()), wanted)
             assert torch.equal(mm(w, x.t()).t(), bare)
-            for term, beta, alpha in ((bias, 3, 2), (bias, 1, 2), (randn(5, 256), 1, 1)):
+        with torch.inference_mode():  # where composite ops arrive whole
+            matmul, linear = in_a_layer(aten.matmul), in_a_layer(aten.linear)
+            for rows in (x, x[None]):
+                shape = *rows.shape[:-1], 256
+                assert torch.equal(matmul(rows, w.t()), bare.view(shape))
+                assert torch.equal(linear(rows, w), bare.view(shape))
+                assert torch.equal(linear(rows, w, bias), wanted.view(shape))
+        with torch.no_grad():
+            terms = (bias, 3, 2), (bias, 1, 2), (bias, 3, 1), (randn(5, 256), 1, 1)
+            for term, beta, alpha in terms:
                 scaled = addmm(term, x, w.t(), alpha=alpha, beta=beta)
                 torch.testing.assert_close(scaled, alpha * bare + beta * term, rtol=0.02, atol=0.05)
 

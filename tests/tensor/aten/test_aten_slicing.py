@@ -64,6 +64,8 @@ CUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "split in sizes": lambda x: x.split([256, 44])[1],
     "split columns": lambda x: torch.split(x, 128, dim=1)[2],
     "chunk": lambda x: x[:256].chunk(2)[1],
+    "torch.chunk": lambda x: torch.chunk(x[:256], 2)[1],
+    "torch.chunk columns": lambda x: torch.chunk(x[:, :256], 2, dim=1)[0],
     "of the transpose": lambda x: x.t()[128:256].t(),
 }
 

@@ -264,6 +264,9 @@ def test_to_another_dtype_changes_the_label_only(block: Any, device: torch.devic
         assert y.dtype == dtype
         assert torch.equal(y.dequantize(), x.dequantize(dtype))
         assert_same(y.to(x.dtype), x)
+        # a copy of activations is their own; a weight's shares the bytes, as no forward writes it
+        shares = y.rowwise_data.data_ptr() == x.rowwise_data.data_ptr()
+        assert shares == (block == SQUARE)
     for bad in (torch.float64, torch.int32, torch.float8_e4m3fn):
         assert "expected torch.bfloat16" in complaint(TypeError, lambda d=bad: x.to(d))
 

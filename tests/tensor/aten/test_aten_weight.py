@@ -59,6 +59,39 @@ def test_views_of_a_weight_are_views_of_its_master(name: str) -> None:
     assert torch.equal(w.grad, leaf.grad)
 
 
+EVERY = torch.arange(256)
+PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
+    "embedding": lambda w: F.embedding(EVERY, w),
+    "index": lambda w: w[EVERY],
+    "index_select": lambda w: w.index_select(0, EVERY),
+    "gather": lambda w: w.gather(0, EVERY.expand(256, 256)),
+    "take": lambda w: w.take(EVERY.expand(256, 256)),
+    **{
+        name: lambda w, name=name: getattr(torch, name)(w)
+        for name in ("zeros_like", "ones_like", "rand_like", "randn_like")
+    },
+    "full_like": lambda w: torch.full_like(w, 2),
+    "new_empty": lambda w: w.new_empty(256, 256),
+    "new_zeros": lambda w: w.new_zeros(256, 256),
+    "new_ones": lambda w: w.new_ones(256, 256),
+    "new_full": lambda w: w.new_full((256, 256), 2),
+    "new_empty_strided": lambda w: w.new_empty_strided((256, 256), (1, 256)),
+}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_activations_as_large_as_the_weight_are_plain(name: str) -> None:
+    """A matmul of two of them (attention, say) is one of activations."""
+    w, run = linear(256, 256).weight, PLAIN[name]
+    torch.manual_seed(0)
+    made = run(w)
+    torch.manual_seed(0)
+    wanted = run(plain(w))
+    assert type(made) is Tensor
+    assert (made.dtype, made.stride()) == (wanted.dtype, wanted.stride())
+    assert torch.equal(made, wanted) or "empty" in name
+
+
 WHOLES: list[Callable[[Tensor], Tensor]] = [
     lambda w: w[:],
     lambda w: w.view(256, 256),
