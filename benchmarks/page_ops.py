@@ -24,7 +24,7 @@ from .shapes import label_of_experts
 _KINDS = {"fprop": "forward", "square": "weight gradient"}
 _OTHER_PEERS = {"bf16": "bf16", "DeepGEMM": "deepgemm", "torchao's Triton kernels": "torchao"}
 _PRECISIONS = {"bfloat16": ", bf16", "float32": ", fp32"}
-_WITHOUT_FORMS = ("1 / rms", "RMS norm backward")
+_WITHOUT_FORMS = ("1 / rms", "RMS norm", "RMS norm backward")
 
 
 def _peers(rows: Sequence[Row]) -> str:
@@ -262,8 +262,7 @@ def producers(content: Content, page: Path) -> list[str]:
     )
     return section(
         "**Fused producers**, in bf16: one kernel computes and casts, rowwise and columnwise. "
-        "`1 / rms` and the norm's backward make no FP8 forms: they are fused around torch's own "
-        "sums, so that their bits are eager mode's:",
+        "Norms make no FP8 forms; their bits are eager mode's:",
         header,
         rows,
         content,

@@ -1,7 +1,7 @@
 """Ops that cast what they compute, against the copy bandwidth of the same run.
 
 Bytes are those that must move: sources read once, data of both forms written; scales not counted.
-torch's sums over rows are a part of 1 / rms and of the norm's backward.
+The norm's backward includes torch's sum over rows, for the weight.
 ``apart``: torch's own ops in eager mode, then the cast of their results.
 """
 
@@ -41,7 +41,7 @@ def producers(grad: Tensor, gate: Tensor, up: Tensor, columnwise: BlockFormat) -
     """SwiGLU, the RMS norm, and their backwards, with a columnwise form in this format."""
     formats = BLOCKS_1X128, columnwise
     weight = torch.randn(gate.shape[1], device=gate.device, dtype=gate.dtype)
-    rstd = norm.rstd_of(gate, 1e-5)
+    _, rstd = norm.normalized(gate, weight, 1e-5, "llama")
     leaf, gain = gate.detach().requires_grad_(), weight.detach().requires_grad_()
     eager = rms_norm(leaf, gain, 1e-5, "llama")
 
@@ -67,10 +67,10 @@ def producers(grad: Tensor, gate: Tensor, up: Tensor, columnwise: BlockFormat) -
             10,
         ),
         Op(
-            "1 / rms",
-            lambda: norm.rstd_of(gate, 1e-5),
-            lambda: torch.rsqrt(gate.float().pow(2).mean(-1, keepdim=True) + 1e-5),
-            2,
+            "RMS norm",
+            lambda: norm.normalized(gate, weight, 1e-5, "llama"),
+            lambda: rms_norm(gate, weight, 1e-5, "llama"),
+            4,
         ),
         Op(
             "RMS norm backward",
