@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from blocktensor import BlockwiseFP8Tensor, Recipe, convert, functional
+from blocktensor.tensor.operand import Operand
 from tests.support.groups import ends
 from tests.support.models import RECIPES, SQUARE, complaint, quantized, randn
 from tests.support.numeric import assert_same, relative_error
@@ -96,6 +97,17 @@ def test_what_a_bucket_is_cut_into() -> None:
     middle = bucket.narrow(0, at, stack.numel())
     assert_same(middle.view(-1).view_as(stack).dequantize(), stack.dequantize())
     assert_same(bucket[at + stack.numel() :].view(130, 200).dequantize(), x.t().dequantize())
+
+
+def test_a_bucket_sends_one_form_of_a_weight() -> None:
+    x = quantized(200, 130, block=SQUARE)
+    row, col = x.rowwise(), x.columnwise()
+    for operand in (Operand(row, None), Operand(None, col), Operand(row, col)):
+        held = x.like(operand, x.shape, x.stride())
+        (part,) = held.view(-1).parts
+        (form,) = (form for form in part.operand if form is not None)
+        assert form.data.data_ptr() == (operand.rowwise or operand.columnwise).data.data_ptr()
+        assert_same(held.view(-1).view(200, 130).dequantize(), x.dequantize())
 
 
 def test_what_a_bucket_does_not_do() -> None:
