@@ -96,8 +96,25 @@ def test_which_ranks_values_are_taken(mesh: DeviceMesh, style: Any, kind: str) -
             for x in (got, want.weight)
         ]
         assert_same(values[0], my_part(mesh, values[1], dim))
+        if kind != "not converted":  # and not the memory of the whole
+            held = got.rowwise_data if kind == "frozen" else got.master
+            assert held.is_contiguous() and held.untyped_storage().nbytes() == held.nbytes
         bias = want.bias.detach()
         assert_same(local(made.bias), my_part(mesh, bias, 0) if dim == 0 else bias)
+
+
+@pytest.mark.parametrize("style", [ColwiseParallel, RowwiseParallel])
+@on_ranks(2, gpus=())
+def test_what_is_frozen_stays_frozen(mesh: DeviceMesh, style: Any) -> None:
+    flags = itertools.product((False, True), repeat=3)
+    for in_fp8, weight, bias in flags:
+        module = plain(256, 256, True, BF16)
+        module.weight.requires_grad_(weight)
+        module.bias.requires_grad_(bias)
+        if in_fp8:
+            convert(module, skip_small=False)
+        parallelize_module(module, mesh, style())
+        assert (module.weight.requires_grad, module.bias.requires_grad) == (weight, bias)
 
 
 @on_ranks(2)

@@ -129,6 +129,7 @@ def test_a_stack_is_padded_with_matrices_alone() -> None:
     longer = F.pad(stack, (0, 0, 0, 0, 0, 1))
     assert longer.shape == (3, 130, 40)
     assert_same(longer.dequantize(), F.pad(stack.dequantize(), (0, 0, 0, 0, 0, 1)))
+    assert (longer.rowwise().scale[2] == 1).all()  # as of every block of zeros
     pads = (0, 1, 0, 0, 0, 1), (0, 0, 1, 0, 0, 1), (0, 0, 0, 0, 1, 0), (0, 1)
     calls = [*((stack, pad, 0.0) for pad in pads), (stack, (0, 0, 0, 0, 0, 1), 1.0)]
     for call in (*calls, (quantized(2, 130, 40), (0, 0, 0, 0, 0, 1), 0.0)):
