@@ -8,6 +8,7 @@ import io
 import itertools
 import pickle
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -40,7 +41,7 @@ from tests.support.parallel_linears import (
     plain,
     tokens_of,
 )
-from tests.support.ranks import on_ranks
+from tests.support.ranks import on_ranks, shared_mesh
 from tests.support.sharded import Wire, scale, whole
 
 POW2 = Recipe(scale="power_of_two")
@@ -95,8 +96,25 @@ def test_which_ranks_values_are_taken(mesh: DeviceMesh, style: Any, kind: str) -
             for x in (got, want.weight)
         ]
         assert_same(values[0], my_part(mesh, values[1], dim))
+        if kind != "not converted":  # and not the memory of the whole
+            held = got.rowwise_data if kind == "frozen" else got.master
+            assert held.is_contiguous() and held.untyped_storage().nbytes() == held.nbytes
         bias = want.bias.detach()
         assert_same(local(made.bias), my_part(mesh, bias, 0) if dim == 0 else bias)
+
+
+@pytest.mark.parametrize("style", [ColwiseParallel, RowwiseParallel])
+@on_ranks(2, gpus=())
+def test_what_is_frozen_stays_frozen(mesh: DeviceMesh, style: Any) -> None:
+    flags = itertools.product((False, True), repeat=3)
+    for in_fp8, weight, bias in flags:
+        module = plain(256, 256, True, BF16)
+        module.weight.requires_grad_(weight)
+        module.bias.requires_grad_(bias)
+        if in_fp8:
+            convert(module, skip_small=False)
+        parallelize_module(module, mesh, style())
+        assert (module.weight.requires_grad, module.bias.requires_grad) == (weight, bias)
 
 
 @on_ranks(2)
@@ -239,6 +257,81 @@ def test_what_cannot_be_cut_raises(mesh: DeviceMesh) -> None:
     for kind in (ColwiseParallel, RowwiseParallel, PrepareModuleInput):
         with pytest.raises(TypeError, match=r"reduce_dtype=torch.int8: expected one of"):
             kind(reduce_dtype=torch.int8)
+
+
+class Doubled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+def with_a_parameter_more() -> nn.Linear:
+    module = plain(256, 256, True, BF16)
+    module.register_parameter("gain", nn.Parameter(torch.ones(256)))
+    return module
+
+
+def with_a_dtensor(name: str) -> Callable[[DeviceMesh], nn.Linear]:
+    def made(mesh: DeviceMesh) -> nn.Linear:
+        module = plain(256, 256, True, BF16)
+        cut = distribute_tensor(module.get_parameter(name).detach(), mesh, [Replicate()])
+        module.register_parameter(name, nn.Parameter(cut))
+        return module
+
+    return made
+
+
+NOT_CUT: dict[str, tuple[Callable[[DeviceMesh], nn.Module], type[Exception], str]] = {
+    "a forward of its own": (
+        lambda _: Doubled(256, 256),
+        NotImplementedError,
+        "Doubled with a forward of its own, which would not run",
+    ),
+    "a computed weight": (
+        lambda _: nn.utils.parametrizations.weight_norm(nn.Linear(256, 256)),
+        NotImplementedError,
+        r"with the parameters \['bias'\]: expected a weight and a bias",
+    ),
+    "a parameter more": (
+        lambda _: with_a_parameter_more(),
+        NotImplementedError,
+        r"with the parameters \['bias', 'gain', 'weight'\]: expected a weight and a bias",
+    ),
+    "a weight that is cut": (with_a_dtensor("weight"), ValueError, "the weight of this Linear is"),
+    "a bias that is cut": (with_a_dtensor("bias"), ValueError, "the bias of this Linear is a DT"),
+}
+
+
+@pytest.mark.parametrize("style", [ColwiseParallel, RowwiseParallel])
+@pytest.mark.parametrize("case", NOT_CUT)
+@on_ranks(2, gpus=())
+def test_modules_that_are_not_cut(mesh: DeviceMesh, case: str, style: Any) -> None:
+    make, error, message = NOT_CUT[case]
+    module = make(mesh)
+    before = dict(module.named_parameters())
+    with pytest.raises(error, match=message):
+        parallelize_module(module, mesh, style())
+    assert all(module.get_parameter(name) is x for name, x in before.items())
+    assert "forward" not in vars(module)
+
+
+@on_ranks(2, gpus=())
+def test_layouts_that_do_not_fit(mesh: DeviceMesh, world: int, device: str) -> None:
+    two = shared_mesh(device, 1, world, names=("one", "all"))
+    with pytest.raises(ValueError, match=r"a Linear on a mesh of 2 dimensions: pass one of them"):
+        ColwiseParallel()._apply(converted(), two)
+    x = drawn((3, 256), BF16, 1)
+    for style, layouts in (
+        (ColwiseParallel, {"input_layouts": Shard(2)}),
+        (ColwiseParallel, {"input_layouts": Shard(-3)}),
+        (RowwiseParallel, {"output_layouts": Shard(2)}),
+    ):
+        given = x if style is ColwiseParallel else my_part(mesh, x, 1)
+        module = parallelize_module(converted(), mesh, style(**layouts))
+        with pytest.raises(ValueError, match="of a tensor of 2 dimensions"):
+            module(given)
+    module = parallelize_module(converted(), mesh, RowwiseParallel(output_layouts=Shard(0)))
+    with pytest.raises(ValueError, match=r"dimension 0 of an output \[3, 128\] cannot be cut into"):
+        module(my_part(mesh, x, 1))
 
 
 @on_ranks(2)

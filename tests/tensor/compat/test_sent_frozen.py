@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from blocktensor import BlockwiseFP8Tensor, Recipe, convert, functional
+from blocktensor.tensor.operand import Operand
 from tests.support.groups import ends
 from tests.support.models import RECIPES, SQUARE, complaint, quantized, randn
 from tests.support.numeric import assert_same, relative_error
@@ -98,6 +99,17 @@ def test_what_a_bucket_is_cut_into() -> None:
     assert_same(bucket[at + stack.numel() :].view(130, 200).dequantize(), x.t().dequantize())
 
 
+def test_a_bucket_sends_one_form_of_a_weight() -> None:
+    x = quantized(200, 130, block=SQUARE)
+    row, col = x.rowwise(), x.columnwise()
+    for operand in (Operand(row, None), Operand(None, col), Operand(row, col)):
+        held = x.like(operand, x.shape, x.stride())
+        (part,) = held.view(-1).parts
+        (form,) = (form for form in part.operand if form is not None)
+        assert form.data.data_ptr() == (operand.rowwise or operand.columnwise).data.data_ptr()
+        assert_same(held.view(-1).view(200, 130).dequantize(), x.dequantize())
+
+
 def test_what_a_bucket_does_not_do() -> None:
     x = quantized(128, 256, block=SQUARE)
     for run in (
@@ -117,6 +129,7 @@ def test_a_stack_is_padded_with_matrices_alone() -> None:
     longer = F.pad(stack, (0, 0, 0, 0, 0, 1))
     assert longer.shape == (3, 130, 40)
     assert_same(longer.dequantize(), F.pad(stack.dequantize(), (0, 0, 0, 0, 0, 1)))
+    assert (longer.rowwise().scale[2] == 1).all()  # as of every block of zeros
     pads = (0, 1, 0, 0, 0, 1), (0, 0, 1, 0, 0, 1), (0, 0, 0, 0, 1, 0), (0, 1)
     calls = [*((stack, pad, 0.0) for pad in pads), (stack, (0, 0, 0, 0, 0, 1), 1.0)]
     for call in (*calls, (quantized(2, 130, 40), (0, 0, 0, 0, 0, 1), 0.0)):

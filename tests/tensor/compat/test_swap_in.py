@@ -13,6 +13,7 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from blocktensor import (
     BlockwiseFP8Tensor,
@@ -377,6 +378,49 @@ def test_weights_with_weak_references_are_frozen_and_unfrozen() -> None:
         assert isinstance(module.weight, kind)
         with torch.no_grad():
             assert torch.equal(module(x), wanted)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_weight_that_takes_another_content_stays_a_parameter(frozen: bool) -> None:
+    module = linear(128, 192, frozen=frozen)
+    weight = module.weight
+    changes: list[Callable[[nn.Module], Any]] = [
+        lambda m: frozen or convert(m, POWER_OF_TWO, skip_small=False),
+        lambda m: m.float(),
+        lambda m: m.double().bfloat16(),
+        unfreeze if frozen else freeze,
+        freeze if frozen else unfreeze,
+    ]
+    for change in changes:
+        change(module)
+        assert module.weight is weight and isinstance(weight, nn.Parameter)
+    assert take_content(weight, linear(128, 192, frozen=not frozen).weight.detach())
+    assert isinstance(weight, nn.Parameter)
+
+
+class Unchanged(nn.Module):
+    """A parametrization that stores a weight as it is, or an alias of it."""
+
+    def __init__(self, is_alias: bool) -> None:
+        super().__init__()
+        self.is_alias = is_alias
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight
+
+    def right_inverse(self, weight: Tensor) -> Tensor:
+        return weight.detach() if self.is_alias else weight
+
+
+@pytest.mark.parametrize("is_alias", [False, True])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_parametrization_that_keeps_a_weight_in_fp8(frozen: bool, is_alias: bool) -> None:
+    module, x = linear(128, 192, frozen=frozen), randn(4, 192)
+    kind, want = type(module.weight), module(x)
+    parametrize.register_parametrization(module, "weight", Unchanged(is_alias))
+    held = module.parametrizations.weight.original
+    assert type(held) is type(module.weight) is kind and isinstance(held, nn.Parameter)
+    assert torch.equal(module(x), want)
 
 
 def test_a_swap_is_refused_as_in_plain_pytorch() -> None:
