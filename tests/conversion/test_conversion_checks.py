@@ -328,6 +328,16 @@ if dist.is_available():
         report = convert(model, skip=["down"], skip_small=False)
         assert [e.name for e in report.converted] == ["up", "mid"]
 
+    @pytest.mark.usefixtures("group")
+    @pytest.mark.parametrize("requires_grad", [True, False])
+    def test_sharded_on_the_meta_device(requires_grad: bool) -> None:
+        """It has no values that could be lost: what it holds is loaded later."""
+        with torch.device("meta"):
+            model = build().requires_grad_(requires_grad)
+        shard(model, mesh_of(1, "cpu"))
+        assert len(everything(model).converted) == 3
+        assert {p.requires_grad for p in model.parameters()} == {requires_grad}
+
     @on_ranks(2, gpus=())
     def test_a_sharded_weight_stays_as_it_is(world: int, device: str) -> None:
         for requires_grad in (True, False):

@@ -269,3 +269,18 @@ def test_a_cast_of_tokens_is_no_stack_that_distribute_tensor_takes() -> None:
         distribute_tensor(tokens, mesh, [Shard(0)], src_data_rank=None)
     with pytest.raises(NotImplementedError, match=r"c10d\.broadcast_"):
         torch.distributed.broadcast(tokens, 0)
+
+
+@pytest.mark.usefixtures("group")
+def test_a_whole_stack_is_plain_on_one_rank_too() -> None:
+    """As several ranks gather it; its gradient reaches the stack."""
+    stack, mesh = linear(N, K).weight[None].detach(), init_device_mesh("cpu", (1,))
+    held = nn.Parameter(distribute_tensor(stack, mesh, [Shard(0)]))
+    for frozen in (False, True):
+        held.requires_grad_(not frozen)
+        whole = held.full_tensor()
+        assert type(whole) is Tensor
+        assert torch.equal(whole, plain(stack))
+        assert whole.requires_grad == (not frozen)
+    held.requires_grad_().full_tensor().square().sum().backward()
+    assert torch.equal(held.grad.to_local(), 2 * plain(stack))

@@ -123,6 +123,7 @@ have blocks of their own. Or call .dequantize() first""",
         lambda w: w.view(3, 128, 2, 100),
         lambda w: w.view(768, 100),
         lambda w: w.view(4, 96, 200),
+        lambda w: w.view(1, 3, 128, 200),
         lambda w: w.view(1, 384, 200).view(4, 96, 200),
         lambda w: w.t().reshape(200, 3, 128),
         lambda w: w.unsqueeze(1),
@@ -269,6 +270,20 @@ def test_to_another_dtype_changes_the_label_only(block: Any, device: torch.devic
         assert shares == (block == SQUARE)
     for bad in (torch.float64, torch.int32, torch.float8_e4m3fn):
         assert "expected torch.bfloat16" in complaint(TypeError, lambda d=bad: x.to(d))
+
+
+@every_block
+def test_zeros_like_it_are_plain(block: Any) -> None:
+    """The initial value of a gradient."""
+    x = quantized(5, 200, block=block)
+    for like in (x, x.half(), x.t()):
+        for options in ({}, {"dtype": torch.float32}, {"device": "meta"}):
+            made = torch.zeros_like(like, **options)
+            wanted = torch.zeros_like(like.dequantize(), **options)
+            assert type(made) is Tensor
+            assert (made.dtype, made.shape) == (wanted.dtype, wanted.shape)
+            assert made.device == wanted.device
+            assert made.is_meta or not made.count_nonzero()
 
 
 @pytest.mark.gpu
