@@ -312,6 +312,8 @@ MISFITS: list[tuple[Callable[[Tensors], object], str]] = [
      r"'up.weight_scale_inv' is F32 \[200, 1\], one for each row: expected .*; dequantize"),
     (with_(up__weight_scale_inv=torch.ones(2, 2)),
      r"'up.weight_scale_inv' is F32 \[2, 2\]: expected .*, \[2, 3\]: a scale for each 128x128"),
+    (with_(up__weight_scale_inv=torch.ones(3, 2)),
+     r"'up.weight_scale_inv' is F32 \[3, 2\]: expected .*, \[2, 3\]: a scale for each 128x128"),
     (with_(up__weight_scale_inv=torch.ones(2, 3, dtype=torch.uint8)),
      r"'up.weight_scale_inv' is U8 \[2, 3\]: expected F32 or BF16 or F16 or F8_E8M0, \[2, 3\]"),
     (with_(norm__bias=torch.ones(K + 1)),

@@ -417,6 +417,25 @@ def test_backward_twice(mesh: DeviceMesh) -> None:
 
 
 @on_ranks(2, gpus=())
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("style", [ColwiseParallel, RowwiseParallel])
+def test_outputs_may_be_changed_in_place(mesh: DeviceMesh, style: Any, sequence: bool) -> None:
+    is_colwise = style is ColwiseParallel
+    layout = Shard(0) if sequence else Replicate()
+    module = parallelize_module(
+        converted(), mesh, style(**{f"{'input' if is_colwise else 'output'}_layouts": layout})
+    )
+    x = input_of(mesh).detach().flatten(0, -2)
+    x = x if is_colwise else my_part(mesh, x, -1)
+    grads = []
+    for change in (lambda y: y * 2, lambda y: y.mul_(2)):
+        leaf = x.clone().requires_grad_()
+        change(module(leaf)).sum().backward()
+        grads.append(leaf.grad)
+    assert_same(*grads)
+
+
+@on_ranks(2, gpus=())
 def test_outputs_without_a_gradient_send_nothing(mesh: DeviceMesh) -> None:
     """And the input gets none, as from linear layers of torch, whose gradients may be undefined."""
     colwise = ColwiseParallel(input_layouts=Shard(1))

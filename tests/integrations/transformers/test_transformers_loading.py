@@ -277,6 +277,23 @@ def test_renamed_weights_have_the_values_of_the_files(
     assert fp8_names(model) == in_fp8 & shared and len(in_fp8) > 7
 
 
+def test_experts_of_other_names_in_high_precision(tmp_path: Path) -> None:
+    """Beside FP8 weights, under names that transformers does not know."""
+    source = transformers_moe("qwen3").bfloat16().requires_grad_(False)
+    convert(source, skip=["*.experts"], skip_small=False)
+    save_fp8(source, tmp_path, config={**source.config.to_diff_dict(), "dtype": "bfloat16"})
+    names = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+    stored = {}
+    for name, x in read(tmp_path).items():
+        for old, new in names.items() if ".experts." in name else ():
+            name = name.replace(f".{old}.", f".{new}.")
+        stored[name] = x
+    rewritten(tmp_path, stored)
+    found, wanted = values(loaded(tmp_path, choices(frozen=True), dtype="auto")), values(source)
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
 # What is in FP8 the tensors say, and nothing else
 
 
