@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from blocktensor import BlockwiseFP8Weight, Recipe, convert, explain, freeze
 from blocktensor.distributed import ColwiseParallel, PrepareModuleInput, RowwiseParallel
+from blocktensor.tensor_parallel import parallel_forward
 from tests.support.asserts import assert_no_marked_product
 from tests.support.numeric import assert_same, relative_error
 from tests.support.parallel_linears import (
@@ -405,6 +406,39 @@ def test_ranks_that_disagree(mesh: DeviceMesh, what: str) -> None:
             with pytest.raises(RuntimeError, match=r"^ranks disagree on inputs of tensor parallel"):
                 model(batches(mesh)[0])
     assert time.monotonic() - started < 30
+
+
+@pytest.mark.parametrize("what", ["dtype", "outputs", "inputs", "style"])
+@on_ranks(2, gpus=())
+def test_ranks_whose_linears_differ(mesh: DeviceMesh, what: str) -> None:
+    rank = mesh.get_local_rank()
+    n, k = (256 << (rank * (what == each)) for each in ("outputs", "inputs"))
+    dtype = torch.float32 if rank and what == "dtype" else BF16
+    style = RowwiseParallel if rank and what == "style" else ColwiseParallel
+    module = converted(n, k, dtype=dtype)
+    layouts = {"input_layouts": Replicate(), "output_layouts": Replicate()}
+    parallelize_module(module, mesh, style(**layouts), src_data_rank=None)
+    x = drawn((4, k), dtype, 1)
+    with pytest.raises(RuntimeError, match=r"^ranks disagree on tensor parallel linear layers: ra"):
+        module(x)
+
+
+@on_ranks(2, gpus=())
+def test_ranks_compare_once_and_after_a_change(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[str] = []
+    agree = parallel_forward.agree
+    monkeypatch.setattr(parallel_forward, "agree", lambda *x: (found.append(x[0]), agree(*x)))
+    x = batches(mesh)[0]
+    model = parallel_block(mesh)
+    wanted = 2 * ["inputs of tensor parallel linear layers"] + 7 * ["tensor parallel linear layers"]
+    for recipe in (Recipe(), POW2):
+        convert(model, recipe, skip_small=False)
+        found.clear()
+        for _ in range(2):
+            model(x)
+        assert sorted(found) == wanted
 
 
 @on_ranks(2)
