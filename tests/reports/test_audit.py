@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -292,3 +294,13 @@ def test_llama_of_transformers(reentrant: bool | None) -> None:
     assert attention == {f"model.layers.{i}.self_attn" for i in range(2)}
     assert report.fp8_share > 0.9
     report.assert_fp8(["lm_head"])
+
+
+@pytest.mark.usefixtures("group")
+def test_dtensors_multiply_once() -> None:
+    """DTensor runs each new op on fake tensors first, to find the shape of its result."""
+    mesh, w = init_device_mesh("cpu", (1,)), randn(37, 32, dtype=torch.float32)
+    x, w = (distribute_tensor(each, mesh, [Replicate()]) for each in (X, w))
+    report = audit_step(nn.Module(), lambda: x @ w.t())
+    assert [(e.m, e.n, e.k) for e in report.entries] == [(6, 37, 32)]
+    assert report.notes == ()
