@@ -151,8 +151,9 @@ def test_errors(options: dict[str, Any], error: type[Exception], match: str) -> 
 def test_what_cannot_be_converted() -> None:
     converter = BlockwiseFP8Converter.Config().build()
     config = converter.convert(llama3("debugmodel").model)
-    with pytest.raises(ValueError, match="Llama3Model is in blockwise FP8 already"):
-        converter.convert(config)
+    for again in (converter, BlockwiseFP8Converter.Config(fuse=True).build()):
+        with pytest.raises(ValueError, match="Llama3Model is in blockwise FP8 already"):
+            again.convert(config)
     with pytest.raises(TypeError, match=r"cannot convert a Linear.Config: expected the config of"):
         converter.convert(config.lm_head)
     run = llama3_debugmodel()

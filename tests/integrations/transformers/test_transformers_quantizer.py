@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoModelForCausalLM, CompileConfig
+from transformers import AutoModelForCausalLM, CompileConfig, LlamaForCausalLM
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 from transformers.trainer_utils import validate_quantization_for_training
 
@@ -113,6 +113,23 @@ def test_experts_are_an_option(tmp_path: Path) -> None:
         model = loaded(folder, choices(experts=experts))
         assert {name.rpartition(".")[2] for name in fp8_names(model) if "experts" in name} == wanted
         assert type(model.model.layers[0].self_attn.q_proj.weight) is BlockwiseFP8Weight
+
+
+class WithStacks(LlamaForCausalLM):
+    """A Llama with a stack of matrices whose name says nothing."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.moe = nn.Module()
+        self.moe.w_up = nn.Parameter(torch.zeros(2, 256, 128))
+
+
+def test_stacks_that_the_config_names(tmp_path: Path) -> None:
+    WithStacks(llama().config).save_pretrained(tmp_path)
+    for names, wanted in (({"moe": ["w_up"]}, True), (False, False)):
+        model = WithStacks.from_pretrained(tmp_path, quantization_config=choices(experts=names))
+        assert isinstance(model.moe.w_up, BlockwiseFP8Weight) == wanted
+        assert "model.layers.0.mlp.up_proj.weight" in fp8_names(model)
 
 
 def test_offloading_is_refused(
