@@ -453,23 +453,3 @@ def test_outputs_without_a_gradient_send_nothing(mesh: DeviceMesh) -> None:
             y.sum().backward()
         assert wire.collectives == [] and x.grad is None
         assert all(p.grad is None for p in module.parameters())
-
-
-@both_styles
-@on_ranks(2, gpus=())
-def test_inputs_and_gradients_in_other_strides(mesh: DeviceMesh, style: str) -> None:
-    """Of tokens on the grid of blocks, which travel in FP8, and of others, which do not."""
-    for tokens in (128, 50):
-        made = []
-        for is_strided in (False, True):
-            if style == "colwise":
-                how: Any = ColwiseParallel(input_layouts=Shard(0), in_rank_order=True)
-                sizes = ((tokens, K), (2 * tokens, K // 2))
-            else:
-                how = RowwiseParallel(output_layouts=Shard(0), in_rank_order=True)
-                sizes = ((2 * tokens, K // 2), (tokens, K))
-            x, grad = (drawn(size, BF16, seed) for seed, size in enumerate(sizes))
-            if is_strided:
-                x, grad = (t.t().contiguous().t() for t in (x, grad))
-            made.append(compute(parallelize_module(converted(), mesh, how), x, grad))
-        assert_alike(*made)
