@@ -30,10 +30,8 @@ PARTS: dict[str, tuple[str, ...]] = {
     "attention": ("flash", "fmha", "sdpa", "attention", "cudnn_generated"),
     "norms": (
         "rms_norm",
-        "norm_squares",
-        "norm_values",
-        "norm_terms",
-        "norm_input",
+        "norm_kernel",
+        "norm_gradients_kernel",
         "rmsnorm",
         "layer_norm",
         "rsqrt",
