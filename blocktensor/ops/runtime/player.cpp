@@ -2,8 +2,7 @@
 //
 //   Table    calls of a function: finds the recording of a call by the layouts of all its
 //            arguments, allocates, and launches
-//   Layer    a linear layer, or a function that contains several, with its node in the autograd
-//            graph
+//   Layer    a linear layer, a gated MLP or a norm, with its node in the autograd graph
 //   Kernel   a registered op, for compiled graphs, which call no Python
 //
 // A call that is not known goes to Python, which records it (record.py). Nothing here knows an op.
