@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -162,38 +162,35 @@ def hf_llama(content: Content, page: Path) -> list[str]:
     )
 
 
-def _of_popular(rows: Sequence[Row], variants: Mapping[str, str]) -> list[tuple[str, ...]]:
-    """Return a row for each model and number of tokens: the speeds of its variants."""
+_POPULAR = {
+    "fp8": "`convert`",
+    "fp8, every layer": "`skip_small=False`",
+    "fp8, every layer, fused": "and `fuse`",
+}
+
+
+def _of_popular(
+    rows: Sequence[Row], variants: Sequence[str], modes: Sequence[str]
+) -> list[tuple[str, ...]]:
+    """Return a row for each model and number of tokens: speeds by variant, then by mode."""
     keys = dict.fromkeys((row["model"], row["tokens"]) for row in rows)
     made = []
     for model, tokens in keys:
         of = {r["variant"]: r for r in select(rows, {"model": model, "tokens": tokens})}
-        converted = f"{of['fp8']['converted']:.0%}"
-        speeds = (
-            times(of[v].get(f"{mode}_speedup")) for v in variants for mode in variants[v].split()
-        )
-        made.append((model, f"{tokens:,}", converted, *speeds))
+        speeds = (times(of[v].get(f"{mode}_speedup")) for v in variants for mode in modes)
+        made.append((model, f"{tokens:,}", f"{of['fp8']['converted']:.0%}", *speeds))
     return made
 
 
 def popular(content: Content, page: Path) -> list[str]:
     """Layers of popular models."""
-    variants = {
-        "fp8": "eager graphs",
-        "fp8, every layer": "eager graphs",
-        "fp8, every layer, fused": "eager graphs",
-    }
-    names = "`convert`", "`skip_small=False`", "and `fuse`"
+    modes = "eager", "graphs"
+    titles = (f"{name}, {_MODES[mode]}" for name in _POPULAR.values() for mode in modes)
     return section(
         "**Layers of popular models** of transformers, forward + backward, speed over bf16 in the "
         "same mode; `convert` leaves small layers in bf16, `skip_small=False` none:",
-        (
-            "",
-            "tokens",
-            "converted by default",
-            *(f"{name}, {mode}" for name in names for mode in ("eager", "CUDA graphs")),
-        ),
-        _of_popular(content["rows"], variants),
+        ("", "tokens", "converted by default", *titles),
+        _of_popular(content["rows"], list(_POPULAR), modes),
         content,
     )
 
@@ -204,7 +201,7 @@ def popular_in_brief(content: Content, page: Path) -> list[str]:
     return section(
         "**Layers of popular models** of transformers, forward + backward, eager, over bf16:",
         ("", "tokens", "converted", "`convert`", "every layer, `fuse`"),
-        _of_popular(rows, {"fp8": "eager", "fp8, every layer, fused": "eager"}),
+        _of_popular(rows, ["fp8", "fp8, every layer, fused"], ["eager"]),
         content,
     )
 

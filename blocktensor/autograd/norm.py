@@ -1,4 +1,4 @@
-"""The differentiable RMS norms of transformers, in a kernel a direction (``ops/norm``).
+"""The differentiable RMS norms of transformers: one kernel for each direction (``ops/norm``).
 
 Results have the bits of eager ops and of their gradients by autograd. Saved for backward: x, 1 /
 rms of each row and the weight.
@@ -87,7 +87,7 @@ def normed(x: Tensor, weight: Tensor, eps: float, kind: NormKind) -> Tensor:
 
 
 class _Choices(NamedTuple):
-    """What a norm needs except for tensors."""
+    """The arguments of a norm that are no tensors."""
 
     eps: float
     kind: NormKind

@@ -1,4 +1,4 @@
-"""Fuse RMS norms that FP8 linear layers read, and those of queries and keys: one kernel each."""
+"""Run an RMS norm as one kernel if FP8 linear layers read it, or make its queries or keys."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def linears_of(norm: str, owner: nn.Module) -> Sequence[str]:
 
 
 def _written_by(norm: str, owner: nn.Module) -> Sequence[str]:
-    """Return the linear layer in ``owner`` whose result the norm of this name reads."""
+    """Return the name of the linear layer in ``owner`` whose result the norm reads, if any."""
     return [x for x in _AFTER.get(norm, ()) if isinstance(owner._modules.get(x), nn.Module)][:1]
 
 

@@ -141,7 +141,7 @@ CASES: dict[str, tuple[Reader, set[str], set[str]]] = {
     ),
     "a plain tensor under other names": (reader(ROUTER, own_name(ROUTER)), set(), set()),
 }
-"""What a reader misreads; the weights that are then not in FP8, and the modules that are listed."""
+"""Readers; the weights that are then not in FP8, and the modules that are listed."""
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -119,7 +119,7 @@ def inside_blocks(state: Tensors) -> Tensors:
 
 
 def in_lists(state: Tensors) -> Any:
-    """As transformers gives what its operations have made."""
+    """Transformers gives tensors that its operations have made so."""
     return {("g" if name == GATE else name): [x] for name, x in state.items()}
 
 

@@ -273,7 +273,7 @@ def test_a_cast_of_tokens_is_no_stack_that_distribute_tensor_takes() -> None:
 
 @pytest.mark.usefixtures("group")
 def test_a_whole_stack_is_plain_on_one_rank_too() -> None:
-    """As several ranks gather it; its gradient reaches the stack."""
+    """Several ranks gather it so; its gradient reaches the stack."""
     stack, mesh = linear(N, K).weight[None].detach(), init_device_mesh("cpu", (1,))
     held = nn.Parameter(distribute_tensor(stack, mesh, [Shard(0)]))
     for frozen in (False, True):

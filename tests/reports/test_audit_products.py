@@ -215,7 +215,7 @@ def test_which_ops_hide_matmuls(hides: bool) -> None:
 
 
 class Rotary(nn.Module):
-    """Of as many frequencies as positions; a buffer and a parameter hold the same."""
+    """There are as many frequencies as positions; a buffer and a parameter hold the same."""
 
     def __init__(self) -> None:
         super().__init__()

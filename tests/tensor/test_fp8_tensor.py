@@ -73,7 +73,7 @@ def test_a_form_alone_has_the_bytes_of_a_cast_of_both(form: str) -> None:
 
 @pytest.mark.parametrize("requires_grad", [False, True])
 def test_frameworks_rebuild_parameters(requires_grad: bool) -> None:
-    """As ``type(parameter)(parameter, requires_grad=...)``: accelerate does."""
+    """They call ``type(parameter)(parameter, requires_grad=...)``; accelerate does."""
     x = quantized(200, 300, block=SQUARE, recipe=POWER_OF_TWO).requires_grad_(not requires_grad)
     made = BlockwiseFP8Tensor(x, requires_grad=requires_grad)
     assert made.requires_grad == requires_grad

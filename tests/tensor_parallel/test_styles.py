@@ -77,7 +77,7 @@ def test_frozen_weights_keep_their_recipe(mesh: DeviceMesh, style: Any) -> None:
 @pytest.mark.parametrize("style", [ColwiseParallel, RowwiseParallel])
 @pytest.mark.parametrize("kind", ["trainable", "frozen", "not converted"])
 def test_which_ranks_values_are_taken(mesh: DeviceMesh, style: Any, kind: str) -> None:
-    """Of the rank that ``src_data_rank`` names; with None, each rank's own."""
+    """``src_data_rank`` names the rank; with None, each rank keeps its own."""
     rank, dim = mesh.get_local_rank(), 0 if style is ColwiseParallel else 1
     for source, taken in ((None, rank), (0, 0), (1, 1)):
         linears = []

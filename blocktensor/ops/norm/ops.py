@@ -25,7 +25,7 @@ def _declines(operands: tuple[Tensor, ...]) -> str | None:
     if not all(map(_in_rows, matrices)) or not weight.is_contiguous():
         # results of torch's ops have the layouts of operands, and so their sums have other bits
         return "an operand does not consist of contiguous rows"
-    if x.ndim == 0 or threads_of(x.shape[:-1].numel(), x.shape[-1]) is None:
+    if threads_of(x.shape[:-1].numel(), x.shape[-1]) is None:
         return "torch adds rows of this length in another way"
     return None
 

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from ..formats import ceil_div
+
 VECTOR = 4
 """Numbers that a thread reads at once."""
 
@@ -43,9 +45,9 @@ def threads_of(rows: int, cols: int) -> Threads | None:
     most = _power_of_two(cols // VECTOR)
     height = min(_power_of_two(max(rows, 1)), _THREADS // min(most, _WARP))
     width = min(most, _THREADS // height)
-    if _ceil_div(cols, width) < min(16 * height, _MOST_PER_THREAD):
+    if ceil_div(cols, width) < min(16 * height, _MOST_PER_THREAD):
         return Threads(1, width)
-    if _ceil_div(cols, width * height) >= _MOST_PER_THREAD:
+    if ceil_div(cols, width * height) >= _MOST_PER_THREAD:
         return None
     return Threads(height, width)
 
@@ -53,7 +55,3 @@ def threads_of(rows: int, cols: int) -> Threads | None:
 def _power_of_two(number: int) -> int:
     """Return the largest power of two that is at most ``number``, and at most a block's threads."""
     return min(1 << (number.bit_length() - 1), _THREADS)
-
-
-def _ceil_div(a: int, b: int) -> int:
-    return -(-a // b)

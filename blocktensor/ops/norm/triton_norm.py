@@ -18,7 +18,8 @@ from .reference import NormKind
 from .row_sums import VECTOR, threads_of
 
 _LANES = 64
-"""Lanes of a program at least: torch's threads of as many rows."""
+"""Least lanes of a program. A lane adds what one of torch's threads adds; a program takes several
+rows if these have fewer lanes."""
 
 _TILE = 1024
 """Columns of a row that are computed at once after the sums."""

@@ -205,6 +205,20 @@ def adapters_on_a_frozen_base(device: str = "cpu") -> tuple[nn.Module, nn.Module
     return model, copy.deepcopy(model)
 
 
+def another_frozen_base(
+    model: nn.Module, recipe: Recipe | None = None, device: str = "cpu"
+) -> tuple[nn.Module, nn.Module]:
+    """Return a base of other values, under the adapter of ``model``, and a copy of it."""
+    other = build(recipe or Recipe()).to(device)
+    with torch.no_grad():
+        for p in other.parameters():
+            p.mul_(3)
+    other.requires_grad_(False)
+    freeze(other)
+    other.down = nn.Sequential(other.down, copy.deepcopy(model.down[1]))
+    return other, copy.deepcopy(other)
+
+
 def shard_base(model: nn.Module, mesh: DeviceMesh) -> list[FrozenShard]:
     for part in (model.up, model):
         fully_shard(part, mesh=mesh)
@@ -248,15 +262,7 @@ def test_a_sharded_frozen_base_on_meta_gets_memory_for_rows_and_scales(
 @on_ranks(1, 2, gpus=())
 def test_frozen_rows_that_are_copied_bring_their_scales(mesh: DeviceMesh, device: str) -> None:
     model, _ = adapters_on_a_frozen_base()
-    torch.manual_seed(1)
-    other = build(Recipe())
-    with torch.no_grad():
-        for p in other.parameters():
-            p.mul_(3)
-    other.requires_grad_(False)
-    freeze(other)
-    other.down = nn.Sequential(other.down, copy.deepcopy(model.down[1]))
-    single = copy.deepcopy(other)
+    other, single = another_frozen_base(model)
     for each in (model, other):
         shard_base(each, mesh)
     with torch.no_grad():
@@ -274,14 +280,7 @@ def test_frozen_shards_that_are_assigned_bring_their_scales(
 ) -> None:
     """And their recipe; also to weights that FSDP has gathered before, in memory used again."""
     model, _ = adapters_on_a_frozen_base(device)
-    other = build(recipe).to(device)
-    with torch.no_grad():
-        for p in other.parameters():
-            p.mul_(3)
-    other.requires_grad_(False)
-    freeze(other)
-    other.down = nn.Sequential(other.down, copy.deepcopy(model.down[1]))
-    single = copy.deepcopy(other)
+    other, single = another_frozen_base(model, recipe, device)
     for each in (model, other):
         shard_base(each, mesh)
     x = batch(0, device)
