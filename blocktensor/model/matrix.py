@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from ..recipe import Recipe
 from ..sharding.dtensor import fp8_part, is_parallel, local_of, own_part, with_local
-from ..sharding.fsdp.fsdp_internals import owner_of
+from ..sharding.fsdp.fsdp_internals import gathered_shape, owner_of
 from ..sharding.fsdp.gather import GatheredInFP8
 from ..sharding.fsdp.shards import FP8Shard
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
@@ -154,18 +155,26 @@ class Matrix:
     @property
     def sizes(self) -> Sizes:
         """The sizes of a matmul with the whole weight."""
-        return self._sizes_of(self.parameter)
+        return self._sizes_of(self.parameter.shape)
 
     @property
     def sizes_here(self) -> Sizes:
-        """The sizes of a matmul on this rank: with its part of the weight, where ranks share it."""
-        part = self.own if self.is_parallel else self.shared_stack
-        return self.sizes if part is None else self._sizes_of(part)
+        """The sizes of a matmul on this rank: with its part of the weight, where ranks share it.
 
-    def _sizes_of(self, weight: Tensor) -> Sizes:
-        *_, rows, columns = weight.shape
+        What FSDP2 shards is gathered before: a weight, or this rank's part of one.
+        """
+        local = local_of(self.parameter)
+        if local is None:
+            return self.sizes
+        if (gathered := gathered_shape(local)) is not None:
+            return self._sizes_of(gathered)
+        is_shared = self.is_parallel or self.shared_stack is not None
+        return self._sizes_of(local.shape) if is_shared else self.sizes
+
+    def _sizes_of(self, shape: Sequence[int]) -> Sizes:
+        *experts, rows, columns = shape
         n, k = (columns, rows) if self.is_transposed else (rows, columns)
-        return Sizes(len(weight) if weight.ndim == 3 else None, n, k)
+        return Sizes(experts[0] if experts else None, n, k)
 
     # Its FP8 forms
 
