@@ -28,7 +28,6 @@ from ..ops.formats import BlockFormat, ceil_div
 from ..ops.op import OPS
 from ..ops.runtime.launch import this_thread
 from ..ops.runtime.specialize import watching
-from ..sharding.whole import format_of
 from ..tensor.base import MasterBase
 from ..text_table import Report, Table
 
@@ -279,7 +278,7 @@ def _weights(model: nn.Module) -> Figures:
         for matrix in fp8_weights(module, tracker.name_of(module)):
             weight = matrix.fp8
             if isinstance(weight, MasterBase) and weight.master.numel():  # frozen ones are FP8
-                found[matrix.label, "w"] = _figures(weight.master, format_of(weight))
+                found[matrix.label, "w"] = _figures(weight.master, weight.format)
     return found
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..ops.cast.ops import quantize_rowwise
 from ..ops.formats import BlockFormat, Quantized, ceil_div
 from ..ops.reference import scale_from_amax
-from ..tensor.base import FP8Base, MasterBase
+from ..tensor.base import MasterBase
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from .cuts import frozen_parts, held, held_by_ranks, ranks_at
 from .dtensor import fp8_part, local_of, own_part
@@ -34,19 +34,11 @@ _ALIGNMENT = 16
 """Alignment of tensors in the sent bytes, so that they can be viewed in their dtypes."""
 
 
-def format_of(x: FP8Base) -> BlockFormat:
-    """Return the format of the rowwise form of an FP8 weight or a part of one."""
-    if isinstance(x, BlockwiseFP8Tensor):
-        return x.rowwise_format
-    format: BlockFormat = x.recipe.weight_format  # type: ignore[attr-defined]
-    return format
-
-
-def form_of(x: FP8Base) -> Quantized:
+def form_of(x: Any) -> Quantized:
     """Return the rowwise form of an FP8 weight that is not a DTensor."""
     if isinstance(x, BlockwiseFP8Tensor):
         return x.rowwise()
-    return quantize_rowwise(x.master.detach(), format_of(x))  # type: ignore[attr-defined]
+    return quantize_rowwise(x.master.detach(), x.format)
 
 
 def whole_tensors(
@@ -127,9 +119,9 @@ class _Weight(_Item):
     scale: Tensor
     scale_on_cpu: Tensor
 
-    def __init__(self, x: Any, layout: _Layout, held: FP8Base) -> None:
+    def __init__(self, x: Any, layout: _Layout, held: Any) -> None:
         super().__init__(x, layout)
-        self.held, self.format, self.dtype = held, format_of(held), torch.uint8
+        self.held, self.format, self.dtype = held, held.format, torch.uint8
         self.master = held.master.detach() if isinstance(held, MasterBase) else None
 
     def fill(self, amax: Tensor) -> None:
