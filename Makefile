@@ -46,7 +46,8 @@ test: $(call ready,test) ## Run the tests (those that need a GPU are skipped wit
 
 QUICK_TESTS = tests/ops/test_reference.py tests/ops/test_formats.py tests/autograd/test_contract.py \
 	tests/tensor/test_weight.py tests/tensor/test_fp8_tensor.py tests/conversion/test_convert.py \
-	tests/test_functional.py tests/checkpoint/test_save.py tests/sharding/fsdp/test_shards.py \
+	tests/test_functional.py tests/checkpoint/test_save.py \
+	tests/sharding/fsdp/test_sharded_models.py tests/sharding/fsdp/test_shard_types.py \
 	tests/test_architecture.py
 
 quick: $(call ready,test) ## Run a part of the tests that takes a minute: one of everything

@@ -12,7 +12,6 @@ from torch import nn
 from ..model.weights import kind_of, stacks_of
 from ..ops.formats import BLOCKS_128X128
 from ..sharding.dtensor import fp8_part
-from ..sharding.whole import format_of
 from .export import Exported
 from .fp8_readers import Checkpoint, Misread, misread
 from .match import some
@@ -34,7 +33,7 @@ class Described(NamedTuple):
     def config(self) -> dict[str, Any]:
         """The ``quantization_config``, by which other libraries load the FP8 weights."""
         found, modules = self.found, self.found.modules
-        formats = [format_of(fp8_part(found.tensors[name])) for name in found.fp8]
+        formats = [fp8_part(found.tensors[name]).format for name in found.fp8]
         plain = {modules.get(name, _module(name)) for name in _plain_weights(found)}
         # As in DeepSeek-V3.1: transformers then keeps the fp32 scales as e8m0, without loss.
         powers = all(format.power_of_two for format in formats)

@@ -15,7 +15,7 @@ from ..ops.cast.ops import dequantize, quantize_rowwise
 from ..ops.checks import bad_scale
 from ..ops.formats import BLOCKS_128X128, BlockFormat, Quantized
 from ..sharding.dtensor import fp8_part, local_of
-from ..sharding.whole import form_of, format_of, whole_tensors
+from ..sharding.whole import form_of, whole_tensors
 from ..tensor.base import MasterBase
 from .on_disk import SCALE_SUFFIX
 from .parts import Part, all_of
@@ -202,7 +202,7 @@ def _nbytes(stored: Stored, found: Exported) -> int:
     first = found.tensors.get(stored.of[0])
     fp8 = fp8_part(first)
     if stored.of[0] in found.fp8 and fp8 is not None:
-        return format_of(fp8).nbytes(stored.shape)
+        return fp8.format.nbytes(stored.shape)
     itemsize = 4 if first is None else first.itemsize
     return torch.Size(stored.shape).numel() * itemsize
 
@@ -252,7 +252,7 @@ class _Held(NamedTuple):
         if isinstance(self.whole, Quantized):
             made = self.whole
         elif expert is not None and isinstance(fp8, MasterBase):  # cast one expert at a time
-            cast = quantize_rowwise(fp8.master.detach()[expert], format_of(fp8))
+            cast = quantize_rowwise(fp8.master.detach()[expert], fp8.format)
             made, chosen = cast._replace(data=cast.data[None], scale=cast.scale[None]), slice(None)
         else:
             made = form_of(fp8)

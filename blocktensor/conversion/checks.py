@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 from torch.nn.parameter import is_lazy
 
+from ..model.matrix import Matrix
 from ..model.weights import is_fully_sharded
 from ..ops.checks import high_precision_dtype
 from ..recipe import DEFAULT_RECIPE, MIGRATING, Recipe
-from ..sharding.dtensor import check_cuts, fp8_part, is_parallel, local_of
+from ..sharding.dtensor import check_cuts, local_of
 from ..sharding.fsdp.fsdp_internals import ShardedParam, owner_of, sharded_with
 from ..tensor.base import FP8Base
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
@@ -51,12 +52,12 @@ def not_fake(parameters: Iterable[Tensor]) -> None:
 
 
 def castable(
-    weight: Tensor, what: str, recipe: Recipe | None, modules: Iterable[nn.Module]
+    matrix: Matrix, what: str, recipe: Recipe | None, modules: Iterable[nn.Module]
 ) -> None:
-    """Raise unless ``weight`` can become FP8 in place, or take another recipe.
+    """Raise unless a parameter can become FP8 in place, or take another recipe.
 
     Args:
-        weight: a parameter of a linear layer or of experts.
+        matrix: a parameter of a linear layer or of experts.
         what: names it in the error message.
         recipe: the one that is asked for.
         modules: its module, and the modules known to be above it.
@@ -68,26 +69,27 @@ def castable(
             FSDP2 has gathered it.
         RuntimeError: an autograd graph or a wrapper such as DDP uses it.
     """
+    weight = matrix.parameter
     if is_lazy(weight):
         raise ValueError(
             f"{what} has no shape yet (nn.LazyLinear): run a batch through the model first, then "
             f"convert it"
         )
-    held = fp8_part(weight)
+    held = matrix.fp8
     if held is not None:
         _castable_again(held, what, recipe)
     high_precision_dtype(weight, what)
     local = local_of(weight)
     if local is not None:
         of_fsdp = True
-        if not any(m._parameters.get("weight") is weight and is_parallel(m) for m in modules):
+        if not matrix.is_parallel:
             of_fsdp = _not_gathered_yet(weight, local, what, recipe)
-        elif owner_of(local) is not None:
+        elif matrix.is_gathered:
             raise NotImplementedError(
                 f"{what} is a tensor parallel DTensor {list(weight.shape)} that FSDP2 shards "
                 f"besides: convert the model before fully_shard"
             )
-        if of_fsdp and not weight.requires_grad and not weight.is_meta:
+        if of_fsdp and matrix.is_frozen:
             raise NotImplementedError(
                 f"{what} is a frozen DTensor {list(weight.shape)}, which cannot be converted: "
                 f"convert the model before fully_shard and parallelize_module, or with "

@@ -1,6 +1,6 @@
 """Convert a model's weights to FP8 in place: find, decide, check, swap, report.
 
-1. ``model/weights.py`` finds a model's matrices, each a ``Matrix`` that passes through all steps.
+1. ``model/matrix.py`` finds a model's matrices, each a ``Matrix`` that passes through all steps.
 2. ``plan.py`` decides which are to be cast, and why the others are left alone. 3. ``checks.py``
 raises if one of these cannot be cast: nothing has changed so far. 4. Here, the parameters take
 their FP8 content, and modules the hooks that keep it. 5. ``report.py`` prints what happens to each
@@ -15,6 +15,7 @@ from typing import NoReturn
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from ..model.matrix import Matrix, matrices_of
 from ..model.names import (
     Experts,
     check_module,
@@ -23,25 +24,11 @@ from ..model.names import (
     with_all_above,
 )
 from ..model.progress import check_progress, progress_bar
-from ..model.weights import (
-    Matrix,
-    fp8_form,
-    is_conv1d,
-    is_transposed,
-    kind_of,
-    local_stack,
-    matrices_of,
-    sizes_of,
-    weights_of,
-    why_unconvertible,
-)
+from ..model.weights import is_conv1d, kind_of, weights_of, why_unconvertible
 from ..patches import apply_for_fp8
 from ..recipe import DEFAULT_RECIPE, Recipe, check_recipe
-from ..sharding.dtensor import fp8_part, is_parallel, local_of, own_part
-from ..sharding.fsdp.fsdp_internals import owner_of
-from ..tensor.base import FP8Base
+from ..sharding.dtensor import fp8_part
 from ..tensor.compat.swap_in import swap_in
-from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from .checks import castable, not_fake, refuse_others
 from .fast_path import described, gpu_of, warn_if_missing
 from .plan import Choices, Filter, decide, heads_of, is_to_be_cast
@@ -96,15 +83,11 @@ def to_blockwise_fp8_weights(module: nn.Module, recipe: Recipe | None = None) ->
         warn_of_container(module)
         return
     not_fake(module.parameters(recurse=False))
-    chosen = [
-        Matrix("", key, module)
-        for key in keys
-        if why_unconvertible(module, key) is None
-        if is_to_be_cast(module._parameters[key], recipe)
-    ]
+    known = [Matrix("", key, module) for key in keys if why_unconvertible(module, key) is None]
+    chosen = [matrix for matrix in known if is_to_be_cast(matrix, recipe)]
     for matrix in chosen:
         what = "the weight" if matrix.key == "weight" else f"the stack {matrix.key!r}"
-        castable(matrix.parameter, what, recipe, [module])
+        castable(matrix, what, recipe, [module])
         if (gpu := gpu_of(matrix.parameter.device)) is not None:
             warn_if_missing(gpu)
     for matrix in chosen:
@@ -206,7 +189,7 @@ def convert(
     for matrix in chosen:
         what = f"the weight of {matrix.label!r}" if matrix.label else "the weight"
         above = [modules[name] for name in ("", *with_all_above(matrix.name))]
-        castable(matrix.parameter, what, recipe, above)
+        castable(matrix, what, recipe, above)
 
     gpu = next((gpu for matrix in matrices if (gpu := gpu_of(matrix.parameter.device))), None)
     if gpu is not None:
@@ -232,8 +215,7 @@ def convert(
 
 
 def _swap(matrix: Matrix, recipe: Recipe | None) -> None:
-    form = fp8_form(matrix.module, matrix.key, matrix.parameter, recipe or DEFAULT_RECIPE)
-    swap_in(matrix.parameter, form)
+    swap_in(matrix.parameter, matrix.fp8_form(recipe or DEFAULT_RECIPE))
 
 
 def _register_hooks(module: nn.Module) -> None:
@@ -248,9 +230,9 @@ def _register_hooks(module: nn.Module) -> None:
 
 def _entry(matrix: Matrix, recipe: Recipe) -> Entry:
     """Return the report's row for a matrix, with ``recipe`` if the matrix was chosen."""
-    weight, fp8 = matrix.parameter, fp8_part(matrix.parameter)
-    before = _bytes_of(weight, None if fp8 is None else fp8.recipe)
-    after = _bytes_of(weight, recipe) if matrix.is_chosen else before
+    weight, fp8 = matrix.parameter, matrix.fp8
+    before = _bytes_of(matrix, None if fp8 is None else fp8.recipe)
+    after = _bytes_of(matrix, recipe) if matrix.is_chosen else before
     return Entry(
         name=matrix.label,
         shape=() if is_lazy(weight) else tuple(weight.shape),
@@ -268,55 +250,45 @@ def _elements_of(parameter: Tensor) -> int:
 
 
 def _why_converted(linear: Matrix) -> str:
-    weight, module = linear.parameter, linear.module
-    if _lacks_master(weight):
+    if linear.lacks_master:
         why = "frozen: high-precision copy dropped"
-    elif owner_of(own_part(weight)) is not None:
+    elif linear.is_gathered:
         why = "trainable, gathered in FP8"
-    elif is_parallel(module):
-        why = _why_parallel(module, weight)
+    elif linear.is_parallel:
+        why = _why_parallel(linear)
     else:
-        why = "trainable" if weight.requires_grad else "initialised later"
-    if weight.ndim == 3:
-        n, k = sizes_of(module, linear.key, weight)
-        order = "E x K x N" if is_transposed(module, linear.key) else "E x N x K"
-        sizes = f"experts, {order}: E={len(weight)}, N={n}, K={k}"
-        if (part := local_stack(weight)) is not None:
+        why = "trainable" if linear.parameter.requires_grad else "initialised later"
+    if linear.is_stack:
+        experts, n, k = linear.sizes
+        order = "E x K x N" if linear.is_transposed else "E x N x K"
+        sizes = f"experts, {order}: E={experts}, N={n}, K={k}"
+        if (part := linear.shared_stack) is not None:
             sizes += f"; on this rank {' x '.join(map(str, part.shape))}"
         return f"{why} ({sizes})"
-    if is_conv1d(module):
+    if is_conv1d(linear.module):
         return f"{why} (Conv1D)"
-    kind = kind_of(module)
+    kind = kind_of(linear.module)
     return why if kind == "Linear" else f"{why} (subclass {kind})"
 
 
-def _why_parallel(module: nn.Module, weight: Tensor) -> str:
+def _why_parallel(linear: Matrix) -> str:
     """Say which part of a parallel linear layer a rank holds, and if it is too small to gain."""
-    local = local_of(weight)
-    assert local is not None
-    held = " x ".join(map(str, local.shape))
-    kind = "trainable" if weight.requires_grad else "frozen"
-    small = MinSizes().undercut(*sizes_of(module, "weight", local))
+    held = " x ".join(map(str, linear.own.shape))
+    kind = "trainable" if linear.parameter.requires_grad else "frozen"
+    _, n, k = linear.sizes_here
+    small = MinSizes().undercut(n, k)
     slow = f", small for its speed: {' and '.join(small)}" if small else ""
     return f"{kind}, tensor parallel: {held} a rank{slow}"
 
 
-def _bytes_of(weight: Tensor, recipe: Recipe | None) -> int:
+def _bytes_of(matrix: Matrix, recipe: Recipe | None) -> int:
     """Return the bytes on this rank of a weight in FP8, with ``recipe``, or in high precision."""
-    if is_lazy(weight):
+    own = matrix.own
+    if is_lazy(own):
         return 0
-    own = own_part(weight)
-    if recipe is None or owner_of(own) is not None:  # FSDP2 casts in its gathers
+    if recipe is None or matrix.is_gathered:  # FSDP2 casts in its gathers
         return own.nbytes
     cast = recipe.weight_format.nbytes(own.shape)
-    if _lacks_master(weight):
+    if matrix.lacks_master:
         return cast
     return own.nbytes + (cast if recipe.cache_weight else 0)
-
-
-def _lacks_master(weight: Tensor) -> bool:
-    """Return True if a weight has no high-precision values once it is in FP8."""
-    own = own_part(weight)
-    if isinstance(own, FP8Base):
-        return isinstance(own, BlockwiseFP8Tensor)
-    return not (weight.requires_grad or weight.is_meta)

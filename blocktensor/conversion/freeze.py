@@ -11,10 +11,11 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 from torch import Tensor, nn
 
+from ..model.matrix import Matrix, all_fp8_weights
 from ..model.names import check_module
 from ..model.progress import check_progress, progress_bar
-from ..model.weights import Matrix, fp8_weights, frozen_form, kind_of, why_unconvertible
-from ..sharding.dtensor import fp8_part, with_local
+from ..model.weights import kind_of, why_unconvertible
+from ..sharding.dtensor import with_local
 from ..sharding.fsdp.gather import GatheredInFP8
 from ..tensor.compat.swap_in import swap_in
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
@@ -79,11 +80,12 @@ def freeze(
         raise TypeError(f"seed={seed!r} is a {type(seed).__name__}: expected an int")
     kept, numbers = Kept(), itertools.count()
 
-    def frozen(weight: Matrix, held: Any) -> Tensor | None:
+    def frozen(weight: Matrix) -> Tensor | None:
+        held = weight.fp8
         if not isinstance(held, BlockwiseFP8Weight) or held.is_meta:
             return None
         master, origin = held.master, origin_of(weight.parameter)
-        made = frozen_form(weight.module, weight.key, master, held.recipe)
+        made = weight.frozen_form(master, held.recipe)
         if rounding == "stochastic":
             round_at_random_(made, master, origin, _generator(master.device, seed, next(numbers)))
         else:  # stochastic rounding keeps all changes on average
@@ -150,7 +152,8 @@ def unfreeze(model: nn.Module, *, progress: bool | None = None) -> list[str]:
     check_module(model, "unfreeze")
     check_progress(progress)
 
-    def trainable(weight: Matrix, held: Any) -> Tensor | None:
+    def trainable(weight: Matrix) -> Tensor | None:
+        held = weight.fp8
         if not isinstance(held, BlockwiseFP8Tensor):
             return None
         made = BlockwiseFP8Weight(held.dequantize().contiguous(), held.recipe)
@@ -160,31 +163,28 @@ def unfreeze(model: nn.Module, *, progress: bool | None = None) -> list[str]:
     return _swap_all(model, "unfreeze", trainable, progress)
 
 
-Swapped = Callable[[Matrix, Any], Tensor | None]
+Swapped = Callable[[Matrix], Tensor | None]
 """A function that returns the other kind of an FP8 weight; None if it is of that kind already.
 
-It gets the matrix, and the FP8 weight, which is the local part of a DTensor.
+For a DTensor it returns the part on this rank.
 """
 
 
 def _swap_all(model: nn.Module, action: str, swapped: Swapped, progress: bool | None) -> list[str]:
     trains = action == "unfreeze"
-    weights = [
-        Matrix(name, key, module)
-        for name, module in model.named_modules()
-        for key in fp8_weights(module)
-    ]
+    weights = all_fp8_weights(model)
     if not weights:
         warnings.warn(
             f"{action} changes nothing: this {kind_of(model)} has no FP8 weight; convert it first "
             f"(blocktensor.convert)",
             stacklevel=3,
         )
+    read = {(x.module, x.key) for x in weights if why_unconvertible(x.module, x.key) is None}
     others = {
         id(parameter): kind_of(module)
         for module in model.modules()
         for key, parameter in module._parameters.items()
-        if key not in fp8_weights(module) or why_unconvertible(module, key) is not None
+        if (module, key) not in read
     }
     for weight in weights:
         _check(weight, action, others.get(id(weight.parameter)))
@@ -195,10 +195,8 @@ def _swap_all(model: nn.Module, action: str, swapped: Swapped, progress: bool | 
         for weight in weights:
             old: Any = weight.parameter
             done(old.numel())
-            held = fp8_part(old)
-            if id(old) not in changed and (new := swapped(weight, held)) is not None:
-                new = new if held is old else with_local(old, new)
-                del held  # its references are counted
+            if id(old) not in changed and (new := swapped(weight)) is not None:
+                new = new if weight.own is old else with_local(old, new)
                 old.grad = None
                 swap_in(old, new)
                 old.requires_grad_(trains)
@@ -214,7 +212,7 @@ def _swap_all(model: nn.Module, action: str, swapped: Swapped, progress: bool | 
 def _check(weight: Matrix, action: str, other: str | None) -> None:
     """Raise if an FP8 weight cannot be exchanged, or if a module of kind ``other`` reads it."""
     what = f"the weight of {weight.label!r}" if weight.label else "the weight"
-    fp8 = fp8_part(weight.parameter)
+    fp8 = weight.fp8
     is_trained = isinstance(fp8, BlockwiseFP8Weight) and not fp8.is_meta
     # a trainable weight that FSDP2 has gathered has the frozen type, but requires a gradient
     looks_gathered = isinstance(fp8, BlockwiseFP8Tensor) and weight.parameter.requires_grad

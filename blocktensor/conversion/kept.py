@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..model.weights import fp8_weights, frozen_form
+from ..model.matrix import all_fp8_weights
 from ..ops.formats import BlockFormat, Quantized
 from ..ops.reference import quantize_stochastically
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
@@ -113,12 +113,10 @@ class Kept:
 def warn_of_lost_changes(model: nn.Module, caller: str) -> None:
     """Warn if the FP8 forms of trainable weights lose most of their changes since ``unfreeze``."""
     kept = Kept()
-    for module in model.modules():
-        for key in fp8_weights(module):
-            weight: Any = module._parameters[key]
-            if isinstance(weight, BlockwiseFP8Weight) and (origin := origin_of(weight)) is not None:
-                form = frozen_form(module, key, weight.master, weight.recipe)
-                kept.add(origin, weight.master, form)
+    for matrix in all_fp8_weights(model):
+        weight = matrix.parameter
+        if isinstance(weight, BlockwiseFP8Weight) and (origin := origin_of(weight)) is not None:
+            kept.add(origin, weight.master, matrix.frozen_form(weight.master, weight.recipe))
     kept.warn(caller, stacklevel=4)
 
 

@@ -6,25 +6,16 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from ..model.matrix import Matrix
 from ..model.names import Weight, with_all_above
-from ..model.weights import (
-    Matrix,
-    is_linear,
-    is_read,
-    kind_of,
-    local_stack,
-    sizes_of,
-    why_unconvertible,
-)
+from ..model.weights import is_linear, kind_of, why_unconvertible
 from ..ops.checks import HIGH_PRECISION
 from ..ops.formats import BLOCK
 from ..recipe import Recipe
-from ..sharding.dtensor import fp8_part
 from .fast_path import gpu_of, is_portable
 from .report import ALREADY, MinSizes
 
@@ -86,21 +77,20 @@ def _decide_on(tied: Sequence[Matrix], choices: Choices) -> None:
     left = {x: why for x in linears if (why := _why_left(x, tied, choices)) is not None}
     if not linears:
         left = {first: str(first.unconvertible)}
-    elif others and not left and not (first.parameter.requires_grad or first.parameter.is_meta):
+    elif others and not left and first.is_frozen:
         # one of these may read the values that conversion would drop
         left = {first: f"frozen, and another module holds it too: {others[0]}"}
-    is_fp8 = fp8_part(first.parameter) is not None
-    if left and is_fp8 and is_read(first.module, first.key, first.parameter):
+    if left and first.fp8 is not None and first.is_read:
         left = {first: ALREADY}
     _conclude(tied, first, left)
 
 
 def _conclude(tied: Sequence[Matrix], first: Matrix, left: Mapping[Matrix, str]) -> None:
     """Choose the first matrix of a parameter unless some are ``left``, each with the reason."""
-    in_fp8 = not left or fp8_part(first.parameter) is not None
+    in_fp8 = not left or first.fp8 is not None
     first.is_chosen = not left
     for matrix in tied:
-        matrix.in_fp8 = in_fp8 and is_read(matrix.module, matrix.key, matrix.parameter)
+        matrix.in_fp8 = in_fp8 and matrix.is_read
         matrix.counts = matrix is (first if in_fp8 else tied[0])
         if matrix in left:
             matrix.why = left[matrix]
@@ -118,11 +108,11 @@ def _conclude(tied: Sequence[Matrix], first: Matrix, left: Mapping[Matrix, str])
 def _why_left(linear: Matrix, tied: Sequence[Matrix], choices: Choices) -> str | None:
     """Return why a matrix that could be converted is left alone; None if it is not."""
     weight, module = linear.parameter, linear.module
-    if not is_to_be_cast(weight, choices.recipe):
+    if not is_to_be_cast(linear, choices.recipe):
         return ALREADY
     if (pattern := choices.skipped.get((module, linear.key))) is not None:
         return f"skip pattern {pattern!r}"
-    is_fp8 = fp8_part(weight) is not None
+    is_fp8 = linear.fp8 is not None
     if not is_fp8:
         for other in tied:
             if isinstance(other.module, (nn.Embedding, nn.EmbeddingBag)):
@@ -147,9 +137,9 @@ def _why_small(linear: Matrix, choices: Choices) -> str | None:
     """Return why the matmuls with a weight would be slower in FP8; None if they would not."""
     if choices.small is False:
         return None
-    weight, part = linear.parameter, local_stack(linear.parameter)
-    is_stack, gpu = weight.ndim == 3, gpu_of(weight.device)
-    n, k = sizes_of(linear.module, linear.key, weight if part is None else part)
+    is_stack, gpu = linear.is_stack, gpu_of(linear.parameter.device)
+    # a parallel linear layer is judged whole
+    _, n, k = linear.sizes_here if is_stack else linear.sizes
     thresholds = _thresholds(choices)
     is_slow = choices.small is True and gpu is not None and is_portable(gpu, is_stack)
     if is_slow and is_stack:
@@ -181,7 +171,7 @@ def _small_on_average(matrices: Sequence[Matrix], choices: Choices) -> dict[Matr
         for matrix in matrices
         if matrix.is_chosen
         and matrix.parameter.ndim == 2  # not a lazy one, which has one dimension
-        and fp8_part(matrix.parameter) is None
+        and matrix.fp8 is None
     }
     left: dict[Matrix, str] = {}
     while sizes and (mean := sum(sizes.values()) / len(sizes)) < least:
@@ -192,9 +182,9 @@ def _small_on_average(matrices: Sequence[Matrix], choices: Choices) -> dict[Matr
     return left
 
 
-def is_to_be_cast(weight: Any, recipe: Recipe | None) -> bool:
+def is_to_be_cast(matrix: Matrix, recipe: Recipe | None) -> bool:
     """Return True if a weight is not FP8 yet, or must take another recipe."""
-    fp8 = fp8_part(weight)
+    fp8 = matrix.fp8
     return fp8 is None or (recipe is not None and fp8.recipe != recipe)
 
 
@@ -228,7 +218,7 @@ def heads_of(model: nn.Module) -> dict[nn.Module, str]:
         if isinstance(module, nn.Linear):  # the weight of an nn.LazyLinear has no shape
             n, k = module.out_features, module.in_features
         else:
-            n, k = sizes_of(module, "weight", module.weight)
+            _, n, k = Matrix(name, "weight", module).sizes
         has_size = n in vocabularies and n != k
         if has_size and (is_named or not _is_repeated(name, modules)):
             heads[module] = f"lm head: {n} outputs, the entries of {vocabularies[n]!r}"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from ..model.weights import frozen_form, local_stack
+from ..model.matrix import Matrix
 from ..ops import checks
 from ..ops.checks import HIGH_PRECISION
 from ..patches import PARAMETER_REGISTRATION
@@ -73,11 +73,11 @@ def _wrap_loaded_weights(
         if isinstance(value, Mapping):
             value = state[f"{prefix}{name}"] = _joined(f"{prefix}{name}", weight, value)
         if metadata.get("assign_to_params_buffers"):
-            wrapped = _wrapped(module, name, weight, value)
+            wrapped = _wrapped(Matrix("", name, module), value)
             if wrapped is not None:
                 state[f"{prefix}{name}"] = nn.Parameter(wrapped, requires_grad=weight.requires_grad)
         elif isinstance(weight, BlockwiseFP8Tensor) and _is_plain_value(value, weight):
-            state[f"{prefix}{name}"] = frozen_form(module, name, value, weight.recipe)
+            state[f"{prefix}{name}"] = Matrix("", name, module).frozen_form(value, weight.recipe)
 
 
 _PARTS = "data", "scale"
@@ -144,14 +144,19 @@ def _is_plain_value(value: Any, weight: Tensor) -> bool:
     return is_plain and value.shape == weight.shape and value.dtype in HIGH_PRECISION
 
 
-def _wrapped(module: nn.Module, name: str, weight: Any, value: Any) -> Any:
-    """Return a plain tensor in the FP8 type of ``weight``, which it will replace; else None."""
-    if (part := local_stack(weight)) is not None:
-        local = local_of(value)
-        if local is None:
-            return _wrapped(module, name, part, value)
-        wrapped = _wrapped(module, name, part, local)
-        return None if wrapped is None else with_local(value, wrapped)
+def _wrapped(matrix: Matrix, value: Any) -> Any:
+    """Return a plain tensor in the FP8 type of the weight that it will replace; else None."""
+    if (part := matrix.shared_stack) is None:
+        return _wrapped_as(matrix, matrix.parameter, value)
+    local = local_of(value)
+    if local is None:
+        return _wrapped_as(matrix, part, value)
+    wrapped = _wrapped_as(matrix, part, local)
+    return None if wrapped is None else with_local(value, wrapped)
+
+
+def _wrapped_as(matrix: Matrix, weight: Any, value: Any) -> Any:
+    """Return ``value`` in the FP8 type of ``weight``: the parameter, or its part on this rank."""
     if isinstance(weight, BlockwiseFP8Weight) and not isinstance(value, BlockwiseFP8Weight):
         if isinstance(value, BlockwiseFP8Tensor):
             if not weight.requires_grad:
@@ -159,7 +164,7 @@ def _wrapped(module: nn.Module, name: str, weight: Any, value: Any) -> Any:
             value = value.dequantize().contiguous()
         return BlockwiseFP8Weight(value.detach(), weight.recipe)
     if isinstance(weight, BlockwiseFP8Tensor) and fp8_part(value) is None:
-        return frozen_form(module, name, value, weight.recipe)
+        return matrix.frozen_form(value, weight.recipe)
     held, local = local_of(weight), local_of(value)
     if isinstance(held, (FP8Shard, BlockwiseFP8Weight)) and not isinstance(local, MasterBase):
         assert local is not None

@@ -11,8 +11,9 @@ from collections.abc import Mapping
 
 from torch import nn
 
+from ..model.matrix import Matrix
 from ..model.names import Weight, stacks_like
-from ..model.weights import Matrix, kind_of, weights_of, why_unconvertible
+from ..model.weights import kind_of, weights_of, why_unconvertible
 from ..sharding.dtensor import fp8_part
 from ..text_table import pattern
 from .plan import NO_FAST_PATH

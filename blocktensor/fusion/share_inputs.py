@@ -12,8 +12,9 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ..autograd.shared_cast import SharedCasts
+from ..model.matrix import fp8_weights
 from ..model.names import check_module
-from ..model.weights import fp8_weights, is_linear
+from ..model.weights import is_linear
 from ..sharding.dtensor import fp8_part
 from ..text_table import Report, Table, collapse
 
@@ -188,7 +189,7 @@ def _owned(model: nn.Module) -> dict[str, list[str]]:
                     owner = owner.rpartition(".")[0]  # containers have no forward of their own
                 owned[owner].append(name.removeprefix(f"{owner}."))
         else:
-            stacks = fp8_weights(module)
+            stacks = [matrix.key for matrix in fp8_weights(module)]
             owned[name] += stacks if len(stacks) > 1 else ()
     return {name: names for name, names in owned.items() if names}
 

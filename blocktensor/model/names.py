@@ -9,15 +9,8 @@ from typing import Any
 from torch import nn
 
 from .. import text_table
-from .weights import (
-    Matrix,
-    Named,
-    label_of,
-    matrices_of,
-    weights_of,
-    why_not_a_stack,
-    why_unconvertible,
-)
+from .matrix import Matrix, matrices_of
+from .weights import Named, weights_of, why_not_a_stack, why_unconvertible
 
 Weight = tuple[nn.Module, str]
 """A parameter: its module, and its name there."""
@@ -88,7 +81,7 @@ def weights_to_skip(
     patterns = check_patterns(patterns, "skip", "*.router")
     modules = dict(model.named_modules(remove_duplicate=False)) if patterns else {}
     weights = {
-        label_of(name, key): (module, key)
+        Matrix(name, key, module).label: (module, key)
         for name, module in modules.items()
         for key in weights_of(module, named)
         if why_unconvertible(module, key) is None

@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch import nn
 
 from ..conversion.plan import NO_FAST_PATH, Choices, decide, heads_of
+from ..model.matrix import Matrix, matrices_of
 from ..model.names import stacks_like
 from ..model.running_module import without_wrappers
-from ..model.weights import Matrix, matrices_of
 
 
 def remedies(model: nn.Module) -> dict[str, str]:

@@ -11,21 +11,14 @@ import torch
 from torch import nn
 
 from ..conversion.fast_path import described
-from ..model.weights import (
-    experts_per_token,
-    fp8_weights,
-    is_transposed,
-    label_of,
-    local_stack,
-    sizes_of,
-)
+from ..model.matrix import all_fp8_weights
+from ..model.weights import experts_per_token
 from ..ops.devices import CARDS, HOPPER, Card, capability, card
 from ..ops.formats import BlockFormat
 from ..ops.gemm.choose_backend import GemmProblem, choose_gemm, predict_gemm
 from ..ops.grouped_gemm.choose_backend import GROUPED_BACKENDS, GroupedProblem, choose_grouped
 from ..ops.scale_layouts import columnwise_width
 from ..recipe import DEFAULT_RECIPE, Recipe, check_recipe
-from ..sharding.dtensor import fp8_part, is_parallel
 from ..text_table import Report, Table, collapse
 from .predict import LayerTime, bf16_matmul_us, casts_us, speedups
 
@@ -156,30 +149,22 @@ def explain(
     asked, of_shapes = _device(device), recipe or DEFAULT_RECIPE
     if isinstance(model_or_shapes, nn.Module):
         devices: set[torch.device | Card] = set()
-        for name, module in model_or_shapes.named_modules():
-            for key in fp8_weights(module):
-                weight: Any = module._parameters[key]
-                fp8 = fp8_part(weight)  # a shard has other sizes than the weight
-                kinds = ("fprop", "dgrad", "wgrad") if weight.requires_grad else ("fprop", "dgrad")
-                casts = fp8.recipe
-                # ranks that share a stack or a tensor parallel linear layer each multiply by a part
-                part = fp8 if is_parallel(module) else local_stack(weight)
-                multiplied = weight if part is None else part
-                sizes = sizes_of(module, key, multiplied)
-                label = label_of(name, key)
-                where = asked if isinstance(asked, Card) else weight.device
-                devices.add(where)
-                if weight.ndim == 3:
-                    experts, bias = len(multiplied), None
-                    shape = (tokens * experts_per_token(module), *sizes)
-                else:
-                    experts, bias = None, None if getattr(module, "bias", None) is None else dtype
-                    shape = (tokens, *sizes)
-                dtypes = dtype, weight.dtype
-                is_kn = weight.ndim == 3 and is_transposed(module, key)
-                found = _products(label, shape, kinds, casts, dtypes, where, bias, experts, is_kn)
-                products += found
-                times += _times_of(found, shape, casts, dtypes, where)
+        for matrix in all_fp8_weights(model_or_shapes):
+            weight, module, casts = matrix.parameter, matrix.module, matrix.fp8.recipe
+            kinds = ("fprop", "dgrad", "wgrad") if weight.requires_grad else ("fprop", "dgrad")
+            experts, n, k = matrix.sizes_here
+            where = asked if isinstance(asked, Card) else weight.device
+            devices.add(where)
+            is_stack = experts is not None
+            has_bias = not is_stack and getattr(module, "bias", None) is not None
+            rows = tokens * experts_per_token(module) if is_stack else tokens
+            shape, dtypes, bias = (rows, n, k), (dtype, weight.dtype), dtype if has_bias else None
+            is_kn = is_stack and matrix.is_transposed
+            found = _products(
+                matrix.label, shape, kinds, casts, dtypes, where, bias, experts, is_kn
+            )
+            products += found
+            times += _times_of(found, shape, casts, dtypes, where)
         return Explanation(tuple(products), _fast_path(devices), tuple(times))
     shapes: Sequence[Any] = model_or_shapes
     for shape in shapes:

@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..model.matrix import fp8_weights
 from ..model.names import check_module
 from ..model.running_module import ModuleTracker
-from ..model.weights import fp8_weights, kind_of, label_of
+from ..model.weights import kind_of
 from ..ops import reference
 from ..ops.cast.ops import dequantize, quantize_rowwise
 from ..ops.cross_entropy.ops import gradient_of_logits
@@ -27,8 +28,6 @@ from ..ops.formats import BlockFormat, ceil_div
 from ..ops.op import OPS
 from ..ops.runtime.launch import this_thread
 from ..ops.runtime.specialize import watching
-from ..sharding.dtensor import fp8_part
-from ..sharding.whole import format_of
 from ..tensor.base import MasterBase
 from ..text_table import Report, Table
 
@@ -276,11 +275,10 @@ class _Casts:
 def _weights(model: nn.Module) -> Figures:
     tracker, found = ModuleTracker(model), {}
     for module in model.modules():
-        for key in fp8_weights(module):
-            weight: Any = fp8_part(module._parameters[key])
+        for matrix in fp8_weights(module, tracker.name_of(module)):
+            weight = matrix.fp8
             if isinstance(weight, MasterBase) and weight.master.numel():  # frozen ones are FP8
-                label = label_of(tracker.name_of(module), key)
-                found[label, "w"] = _figures(weight.master, format_of(weight))
+                found[matrix.label, "w"] = _figures(weight.master, weight.format)
     return found
 
 

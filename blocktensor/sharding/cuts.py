@@ -11,47 +11,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..ops.formats import BLOCKS_128X128, BlockFormat, ceil_div
+from ..ops.formats import BLOCKS_128X128, ceil_div
 from ..recipe import Recipe
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from .dtensor import cut_as, own_part, refuse_descending, with_local
 from .fsdp.shards import FrozenShard
-
-
-class Piece(NamedTuple):
-    """A run of indices along one dimension: its place in the whole, and in the local part."""
-
-    start: int
-    local: int
-    size: int
-
-
-class Region(NamedTuple):
-    """A contiguous part of a weight: one :class:`Piece` for each dimension."""
-
-    pieces: tuple[Piece, ...]
-
-    @property
-    def slices(self) -> tuple[slice, ...]:
-        """The index of the region in the whole."""
-        return tuple(slice(p.start, p.start + p.size) for p in self.pieces)
-
-    def of(self, local: Tensor) -> Tensor:
-        """Return the region as a view of the local part."""
-        return local[tuple(slice(p.local, p.local + p.size) for p in self.pieces)]
-
-    def blocks(self, format: BlockFormat) -> tuple[slice, ...]:
-        """Return the index of its blocks in the scales of the whole."""
-        edges = (1,) * (len(self.pieces) - 2) + format.block_shape
-        return tuple(
-            slice(p.start // block, ceil_div(p.start + p.size, block))
-            for p, block in zip(self.pieces, edges, strict=True)
-        )
-
-    def offsets(self, format: BlockFormat) -> tuple[int, int]:
-        """Return the rows and columns between the start of its first block and its own start."""
-        rows, cols = self.pieces[-2:]
-        return rows.start % format.rows, cols.start % format.cols
+from .part import Piece, Region
 
 
 class Held(NamedTuple):

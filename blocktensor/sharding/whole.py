@@ -12,16 +12,16 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from ..ops.cast.ops import quantize_rowwise, quantize_shard, shard_amax
+from ..ops.cast.ops import quantize_rowwise
 from ..ops.formats import BlockFormat, Quantized, ceil_div
 from ..ops.reference import scale_from_amax
-from ..tensor.base import FP8Base, MasterBase
+from ..tensor.base import MasterBase
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
-from .cuts import Region, frozen_parts, held, held_by_ranks, ranks_at
+from .cuts import frozen_parts, held, held_by_ranks, ranks_at
 from .dtensor import fp8_part, local_of, own_part
+from .part import Part, max_over_ranks
 
 _BATCH = 4
 """Most bytes in a batch, in multiples of the largest weight, and in all: two batches of one
@@ -34,19 +34,11 @@ _ALIGNMENT = 16
 """Alignment of tensors in the sent bytes, so that they can be viewed in their dtypes."""
 
 
-def format_of(x: FP8Base) -> BlockFormat:
-    """Return the format of the rowwise form of an FP8 weight or a part of one."""
-    if isinstance(x, BlockwiseFP8Tensor):
-        return x.rowwise_format
-    format: BlockFormat = x.recipe.weight_format  # type: ignore[attr-defined]
-    return format
-
-
-def form_of(x: FP8Base) -> Quantized:
+def form_of(x: Any) -> Quantized:
     """Return the rowwise form of an FP8 weight that is not a DTensor."""
     if isinstance(x, BlockwiseFP8Tensor):
         return x.rowwise()
-    return quantize_rowwise(x.master.detach(), format_of(x))  # type: ignore[attr-defined]
+    return quantize_rowwise(x.master.detach(), x.format)
 
 
 def whole_tensors(
@@ -127,9 +119,9 @@ class _Weight(_Item):
     scale: Tensor
     scale_on_cpu: Tensor
 
-    def __init__(self, x: Any, layout: _Layout, held: FP8Base) -> None:
+    def __init__(self, x: Any, layout: _Layout, held: Any) -> None:
         super().__init__(x, layout)
-        self.held, self.format, self.dtype = held, format_of(held), torch.uint8
+        self.held, self.format, self.dtype = held, held.format, torch.uint8
         self.master = held.master.detach() if isinstance(held, MasterBase) else None
 
     def fill(self, amax: Tensor) -> None:
@@ -139,36 +131,34 @@ class _Weight(_Item):
             _, scale = frozen_parts(self.x)
             for region in held(scale).regions:
                 amax[region.slices] = region.of(own_part(scale)).to(amax.device)
-        for region, rows in self._regions():
-            blocks = amax[region.blocks(self.format)]
-            found = shard_amax(rows, self.format, *region.offsets(self.format))
-            torch.maximum(blocks, found, out=blocks)
+        for part, values in self._parts():
+            blocks = amax[part.blocks]
+            torch.maximum(blocks, part.amax(values), out=blocks)
 
     def part(self) -> Tensor:
         if self.master is None:
             data, _ = frozen_parts(self.x)
             return own_part(data).to(self.layout.device).view(torch.uint8)
         casts = [
-            (region, quantize_shard(rows, self.amax[region.blocks(self.format)], self.format, *at))
-            for region, rows in self._regions()
-            for at in [region.offsets(self.format)]
+            (part.region, part.cast(values, self.amax[part.blocks]).view(torch.uint8))
+            for part, values in self._parts()
         ]
         if len(casts) == 1:
-            return casts[0][1].view(torch.uint8)
-        part = torch.empty(self.layout.mine.shape, dtype=torch.uint8, device=self.layout.device)
+            return casts[0][1]
+        data = torch.empty(self.layout.mine.shape, dtype=torch.uint8, device=self.layout.device)
         for region, cast in casts:
-            region.of(part).copy_(cast.view(torch.uint8))
-        return part
+            region.of(data).copy_(cast)
+        return data
 
     def whole(self, values: Tensor) -> Quantized:
         return Quantized(values.view(self.format.dtype), self.scale, self.format)
 
-    def _regions(self) -> Iterator[tuple[Region, Tensor]]:
-        """Yield the regions of the master, each with its values."""
+    def _parts(self) -> Iterator[tuple[Part, Tensor]]:
+        """Yield the parts of the weight that the master holds, each with its values."""
         if self.master is not None and self.master.numel():
             master = self.master.to(self.layout.device)
             for region in self.layout.mine.regions:
-                yield region, region.of(master)
+                yield Part(tuple(self.x.shape), region, self.format), region.of(master)
 
 
 def _item(x: Any, layouts: dict[Any, _Layout]) -> _Item:
@@ -193,8 +183,7 @@ def _make_scales(weights: Sequence[_Weight]) -> None:
         for weight, part, shape in zip(some, amax.split(sizes), shapes, strict=True):
             weight.fill(part.view(shape))
         for group in groups:
-            # as integers, magnitudes keep their order, with NaN above Inf
-            dist.all_reduce(amax.view(torch.int32), dist.ReduceOp.MAX, group)
+            max_over_ranks(amax, group)
         scale = amax if is_frozen else scale_from_amax(amax, format)
         parts = zip(some, shapes, scale.split(sizes), scale.cpu().split(sizes), strict=True)
         for weight, shape, part, on_cpu in parts:

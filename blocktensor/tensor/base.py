@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from .. import patches
+from ..ops.formats import BlockFormat
 from .refusals import name_module, refuse
 from .torch_internals.aot_autograd import plain_tangent, source_key
 from .torch_internals.callers import address_as_a_name, caller
@@ -51,6 +52,12 @@ class FP8Base(Tensor):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
+
+    @property
+    def format(self) -> BlockFormat:
+        """The format of a weight's casts."""
+        made: BlockFormat = self.recipe.weight_format  # type: ignore[attr-defined]
+        return made
 
     @classmethod
     def _wrapper_of(cls, inner: Tensor, dtype: torch.dtype) -> Any:

@@ -52,13 +52,6 @@ def gather(parts: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
     return gathered
 
 
-def all_reduce(x: Tensor, op: str, group: dist.ProcessGroup) -> Tensor:
-    """Reduce a contiguous tensor over all ranks, and wait."""
-    ops = torch.ops._c10d_functional
-    made: Tensor = ops.wait_tensor(ops.all_reduce(x, op, group.group_name))
-    return made
-
-
 @dataclass(frozen=True)
 class Reduction:
     """The addition of partial sums of the ranks of ``group``.

@@ -1,9 +1,9 @@
 """Cast the part of an FP8 weight that a rank of a tensor parallel group holds.
 
 A part that begins or ends inside a 128x128 block shares that block with other ranks. It takes the
-scale of the whole block, from one maximum over the group. It is cast with zeros in front, which
-fill the first block up. So it has the same blocks and bits as in the whole weight. The zeros add
-nothing to sums, and their results are cut off.
+scale of the whole block (``sharding/part.py``). Zeros are put in front of its cast, which fill the
+first block up: so it has the same blocks and bits as in the whole weight. The zeros add nothing to
+sums, and their results are cut off.
 """
 
 from __future__ import annotations
@@ -17,16 +17,14 @@ from torch import Tensor
 
 from ..autograd.plan import Plan
 from ..autograd.saved_weight import ROWWISE, SavedWeight, WeightRead, read_weight
-from ..ops.cast.ops import quantize_shard, shard_amax
 from ..ops.formats import BlockFormat, Quantized
 from ..ops.reference import scale_from_amax
 from ..ops.scale_layouts import empty_scale
 from ..recipe import Recipe
-from ..sharding.fsdp.amax_table import ShardSlice
+from ..sharding.part import Part, Region, max_over_ranks
 from ..tensor.operand import Operand
 from ..tensor.weight import BlockwiseFP8Weight
 from ..tensor.weight_cache import FP8Cache
-from .collectives import all_reduce
 
 
 @dataclass(frozen=True)
@@ -35,30 +33,27 @@ class WeightPart:
 
     Attributes:
         group: of the ranks, which hold equal parts.
-        slice: the place of this rank's part in the whole.
+        part: this rank's part.
     """
 
     group: dist.ProcessGroup
-    slice: ShardSlice
+    part: Part
 
     @property
     def front(self) -> int:
         """The number of rows or columns of zeros in front of the part."""
-        return sum(self.slice.offsets)
+        return sum(self.part.offsets)
 
-    def cast(self, part: Tensor) -> Quantized:
+    def cast(self, values: Tensor) -> Quantized:
         """Cast a part with zeros in front rowwise, with an all-reduce of 4 bytes for each block."""
-        format, (row, col) = self.slice.format, self.slice.offsets
-        shape = format.scale_shape(self.slice.shape)
-        table = torch.zeros(shape, dtype=torch.float32, device=part.device)
-        own = self.slice.blocks(table, part)
-        own.copy_(shard_amax(part, format, row, col))
-        # as integers, magnitudes keep their order, with NaN above Inf
-        greatest = all_reduce(table.view(torch.int32), "max", self.group).view(torch.float32)
-        own = self.slice.blocks(greatest, part)
-        data = quantize_shard(part, own.contiguous(), format, row, col)
+        part, format = self.part, self.part.format
+        table = torch.zeros(part.scale_shape, dtype=torch.float32, device=values.device)
+        table[part.blocks].copy_(part.amax(values))
+        amax = max_over_ranks(table, self.group, functional=True)[part.blocks]
+        data = part.cast(values, amax.contiguous())
+        row, col = part.offsets
         data = F.pad(data.view(torch.uint8), (col, 0, row, 0)).view(format.dtype)
-        scale = empty_scale(data.shape, format, data.device).copy_(scale_from_amax(own, format))
+        scale = empty_scale(data.shape, format, data.device).copy_(scale_from_amax(amax, format))
         return Quantized(data, scale, format)
 
     def as_products_read(self, w: BlockwiseFP8Weight) -> BlockwiseFP8Weight:
@@ -93,7 +88,8 @@ def part_off_grid(
     each = shape[dim] // group.size()
     if each % format.block_shape[dim] == 0:
         return None
-    return WeightPart(group, ShardSlice(shape, dim, dist.get_rank(group) * each, format))
+    region = Region.along(dim, dist.get_rank(group) * each, each, shape)
+    return WeightPart(group, Part(shape, region, format))
 
 
 def read_part(w: Tensor, part: WeightPart | None, plan: Plan) -> WeightRead:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from blocktensor import BlockwiseFP8Weight, MinSizes, Recipe, convert, explain
 from blocktensor import to_blockwise_fp8_weights as apply
 from blocktensor.conversion.plan import heads_of
-from blocktensor.model.weights import fp8_weights
+from blocktensor.model.matrix import all_fp8_weights
 from tests.support.matrices import every_matrix
 from tests.support.models import DIM, LINEARS, Model, converted_names, randn, reasons
 from tests.support.moe_models import TitanMoE
@@ -340,7 +340,7 @@ def test_the_bytes_are_those_that_the_model_holds(case: str) -> None:
     for entry in converted:
         told["frozen" if entry.reason.startswith("frozen") else "trainable"] += entry.bytes_after
     held = {"frozen": 0, "trainable": 0}
-    for weight in {m.get_parameter(key) for m in model.modules() for key in fp8_weights(m)}:
+    for weight in {matrix.parameter for matrix in all_fp8_weights(model)}:
         if isinstance(weight, BlockwiseFP8Weight):
             held["trainable"] += weight.master.nbytes
         else:

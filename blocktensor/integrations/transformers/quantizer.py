@@ -23,8 +23,9 @@ from ...conversion.freeze import unfreeze
 from ...conversion.pretrained_models import exchange, values_of
 from ...conversion.report import ConversionReport
 from ...fusion.fuse import FusionReport, fuse
+from ...model.matrix import Matrix, fp8_weights
 from ...model.names import weights_to_skip
-from ...model.weights import fp8_weights, is_linear, kind_of
+from ...model.weights import is_linear, kind_of
 from ...sharding.dtensor import local_of
 from ...tensor.torch_internals.callers import caller
 from .config import METHOD, BlockwiseFP8Config
@@ -143,8 +144,8 @@ class BlockwiseFP8Quantizer(HfQuantizer):  # type: ignore[misc,unused-ignore]
     def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
         """Make FP8 weights plain parameters of the model's dtype, for ``model.dequantize()``."""
         for module in model.modules():
-            for key in fp8_weights(module):
-                _make_plain(model, module, key)
+            for matrix in fp8_weights(module):
+                _make_plain(model, matrix)
         return model
 
 
@@ -168,13 +169,14 @@ def _converted(model: PreTrainedModel, config: BlockwiseFP8Config, of_fp8: bool)
 
 def _dequantize_skipped(model: nn.Module, skip: Sequence[str]) -> None:
     for module, key in weights_to_skip(model, skip):
-        if key in fp8_weights(module):
-            _make_plain(model, module, key)
+        for matrix in fp8_weights(module):
+            if matrix.key == key:
+                _make_plain(model, matrix)
 
 
-def _make_plain(model: nn.Module, module: nn.Module, key: str) -> None:
+def _make_plain(model: nn.Module, matrix: Matrix) -> None:
     """Put a plain parameter in the place of an FP8 weight, in all modules that hold it."""
-    weight: Any = module._parameters[key]
+    weight: Any = matrix.parameter
     if local_of(weight) is not None:
         raise NotImplementedError(
             f"a weight {list(weight.shape)} is sharded: dequantize the model before fully_shard"

@@ -20,7 +20,8 @@ from ...conversion.convert import convert
 from ...conversion.plan import heads_of
 from ...conversion.report import ALREADY
 from ...fusion.norm import linears_of
-from ...model.weights import Matrix, experts_per_token, is_linear, matrices_of, sizes_of
+from ...model.matrix import Matrix, matrices_of
+from ...model.weights import experts_per_token, is_linear
 from .setup import Setup
 
 Role = Literal["input", "attention output", "down", "head"]
@@ -283,31 +284,29 @@ def _values(parameters: Iterable[Any], counted: set[int]) -> int:
 
 
 def _matmul(matrix: Matrix, block: str, in_fp8: set[str], role: Role, rows: float) -> Matmul:
-    weight = matrix.parameter
-    n, k = sizes_of(matrix.module, matrix.key, weight)
-    experts = len(weight) if weight.ndim == 3 else 1
+    experts, n, k = matrix.sizes
     label = matrix.label[len(block) :].lstrip(".")
-    parent = matrix.name if weight.ndim == 3 else matrix.name.rpartition(".")[0]
+    parent = matrix.name if matrix.is_stack else matrix.name.rpartition(".")[0]
     return Matmul(
         label,
         parent[len(block) :].lstrip("."),
         role,
         n,
         k,
-        experts,
+        1 if experts is None else experts,
         rows,
         matrix.label in in_fp8,
     )
 
 
 def _last(matrix: Matrix) -> str:
-    name = matrix.key if matrix.parameter.ndim == 3 else matrix.name.rpartition(".")[2]
+    name = matrix.key if matrix.is_stack else matrix.name.rpartition(".")[2]
     return _SUFFIX.sub("", name)
 
 
 def _rows(model: nn.Module, matrix: Matrix) -> float:
     """Return rows of a weight's input for each token."""
-    if matrix.parameter.ndim == 3:
+    if matrix.is_stack:
         chosen, experts = experts_per_token(matrix.module), len(matrix.parameter)
     elif found := _EXPERT.match(matrix.name):
         above = model.get_submodule(found.group(1))
@@ -320,7 +319,7 @@ def _rows(model: nn.Module, matrix: Matrix) -> float:
             f"{matrix.label!r}: {chosen} experts for each token, of {experts}: set "
             f"num_experts_per_tok (top_k) of the model's config to {experts} or less"
         )
-    return float(chosen) if matrix.parameter.ndim == 3 else chosen / experts
+    return float(chosen) if matrix.is_stack else chosen / experts
 
 
 def _block(
@@ -329,8 +328,7 @@ def _block(
     module = model.get_submodule(name)
     by_parent: dict[str, dict[str, Matrix]] = {}
     for matrix in members:
-        stack = matrix.parameter.ndim == 3
-        parent = matrix.name if stack else matrix.name.rpartition(".")[0]
+        parent = matrix.name if matrix.is_stack else matrix.name.rpartition(".")[0]
         by_parent.setdefault(parent, {})[_last(matrix)] = matrix
     roles: dict[Matrix, Role] = {}
     attention, mlps = None, []
@@ -353,17 +351,13 @@ def _block(
     return Block(matmuls, attention, tuple(mlps), norms, width, parameters)
 
 
-def _sizes(matrix: Matrix) -> tuple[int, int]:
-    return sizes_of(matrix.module, matrix.key, matrix.parameter)
-
-
 def _attention(named: dict[str, Matrix], model: nn.Module) -> Attention | None:
     """Return the attention of linear layers with these last names; None if they are of none."""
 
     def outputs(names: set[str]) -> int:
-        return next((_sizes(x)[0] for key, x in named.items() if key in names), 0)
+        return next((x.sizes.n for key, x in named.items() if key in names), 0)
 
-    output = next((_sizes(x)[1] for key, x in named.items() if key in OUTPUT), 0)
+    output = next((x.sizes.k for key, x in named.items() if key in OUTPUT), 0)
     queries, joint = outputs(QUERY), outputs(QKV)
     if not output or not (queries or joint):
         return None
@@ -379,10 +373,10 @@ def _attention(named: dict[str, Matrix], model: nn.Module) -> Attention | None:
 
 
 def _mlp(parent: str, named: dict[str, Matrix], down: Matrix, rows: float) -> Mlp:
-    width, hidden = _sizes(down)
+    _, width, hidden = down.sizes
     keys = named.keys()
     is_gated = bool(keys & JOINT) or bool(keys & GATE and keys & UP)
-    return Mlp(parent, hidden, width, rows, is_gated, down.parameter.ndim == 3)
+    return Mlp(parent, hidden, width, rows, is_gated, down.is_stack)
 
 
 def _norms(

@@ -10,63 +10,19 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from ...ops.cast.ops import quantize_shard, shard_amax
-from ...ops.formats import BlockFormat, ceil_div
+from ...ops.formats import BlockFormat
 from ...ops.reference import scale_from_amax
 from ...ops.scale_layouts import pad4
 from ...recipe import Recipe
 from ...tensor.base import MasterBase
+from ..part import Part, Region, max_over_ranks
 from ..ranks import agree
 from .fsdp_internals import ShardedParam, sharded_with
-
-
-@dataclass(frozen=True)
-class ShardSlice:
-    """The part of a weight that a rank holds, from index ``start`` on along ``dim``.
-
-    ``shape`` is the shape of the whole weight, ``[..., N, K]``; ``format`` is the format of its
-    cast.
-    """
-
-    shape: tuple[int, ...]
-    dim: int
-    start: int
-    format: BlockFormat
-
-    @property
-    def _side(self) -> int:
-        """-2 if rows are sharded, -1 if columns, less if matrices of a stack."""
-        return self.dim - len(self.shape)
-
-    @property
-    def offsets(self) -> tuple[int, int]:
-        """Rows and columns between the start of its first block and its own start."""
-        rows, cols = self.format.block_shape
-        return self.start % rows * (self._side == -2), self.start % cols * (self._side == -1)
-
-    def blocks(self, table: Tensor, local: Tensor) -> Tensor:
-        """Return the entries of ``table[..., N/128, K/128]`` for the blocks of ``local``."""
-        block = 1 if self._side < -2 else self.format.block_shape[self._side]
-        first, within = divmod(self.start, block)
-        return table.narrow(self.dim, first, ceil_div(within + local.shape[self.dim], block))
-
-    @property
-    def entries(self) -> int:
-        """The number of entries of the weight in a flat tensor; rows of scales are padded."""
-        *rows, cols = self.format.scale_shape(self.shape)
-        return math.prod(rows) * pad4(cols)
-
-    def of(self, flat: Tensor, first: int) -> Tensor:
-        """View the weight's entries of a flat tensor, from ``first`` on, without the padding."""
-        *rows, cols = self.format.scale_shape(self.shape)
-        return flat[first : first + self.entries].view((*rows, pad4(cols)))[..., :cols]
 
 
 class View(NamedTuple):
@@ -96,19 +52,31 @@ class Layout:
         whole: for each weight, the view of all its blocks.
     """
 
-    def __init__(self, slices: Sequence[ShardSlice], shards: Sequence[Tensor]) -> None:
-        """Lay out weights, of which this rank holds ``shards``."""
-        starts, self.size = [0] * len(slices), 0
+    def __init__(self, parts: Sequence[Part]) -> None:
+        """Lay out weights, of which this rank holds ``parts``."""
+        starts, self.size = [0] * len(parts), 0
         self.formats: dict[BlockFormat, slice] = {}
-        for index in sorted(range(len(slices)), key=lambda i: slices[i].format.name):
-            part = slices[index]
-            starts[index], self.size = self.size, self.size + part.entries
+        for index in sorted(range(len(parts)), key=lambda i: parts[i].format.name):
+            part = parts[index]
+            starts[index], self.size = self.size, self.size + math.prod(_padded_shape(part))
             first = self.formats.get(part.format, slice(starts[index], None)).start
             self.formats[part.format] = slice(first, self.size)
         flat = torch.empty(self.size, dtype=torch.float32, device="meta")
-        whole = [part.of(flat, first) for part, first in zip(slices, starts, strict=True)]
-        own = [part.blocks(x, y) for part, x, y in zip(slices, whole, shards, strict=True)]
+        whole = [_entries_of(part, flat[first:]) for part, first in zip(parts, starts, strict=True)]
+        own = [x[part.blocks] for part, x in zip(parts, whole, strict=True)]
         self.whole, self.own = [View.like(x) for x in whole], [View.like(x) for x in own]
+
+
+def _padded_shape(part: Part) -> tuple[int, ...]:
+    """Return the shape of a weight's entries in a flat tensor; rows of scales are padded."""
+    *rows, cols = part.scale_shape
+    return (*rows, pad4(cols))
+
+
+def _entries_of(part: Part, flat: Tensor) -> Tensor:
+    """View the entries of a weight at the beginning of a flat tensor, without the padding."""
+    shape = _padded_shape(part)
+    return flat[: math.prod(shape)].view(shape)[..., : part.scale_shape[-1]]
 
 
 class Reduction:
@@ -171,8 +139,12 @@ class AmaxTable:
         """
         self.weights, self.alone, self.reductions = tuple(weights), alone, 0
         shards = [_shard_of(weight) for weight in weights]
-        self.slices = [
-            ShardSlice(w.shape, w.dim, w.start, shard.recipe.weight_format)
+        self.parts = [
+            Part(
+                w.shape,
+                Region.along(w.dim, w.start, shard.shape[w.dim], w.shape),
+                shard.recipe.weight_format,
+            )
             for w, shard in zip(weights, shards, strict=True)
         ]
         self._reduced = list(known)
@@ -182,7 +154,7 @@ class AmaxTable:
             together.setdefault(weight.gathered_with, []).append(index)
         self._together = {i: tuple(some) for some in together.values() for i in some}
         self._layouts = {
-            some: Layout([self.slices[i] for i in some], [shards[i] for i in some])
+            some: Layout([self.parts[i] for i in some])
             for some in {self._all, *self._together.values()}
         }
         self._forward = -1  # the forward in which all weights were last reduced
@@ -219,11 +191,11 @@ class AmaxTable:
         Blocks become NaN if their amax has changed since the reduction: so all ranks see changes
         that PyTorch does not count.
         """
-        part = self.slices[index]
+        part = self.parts[index]
         if not rows.numel():
             return torch.empty(rows.shape, dtype=part.format.dtype, device=rows.device)
         reduced.reduction.used_here()
-        return quantize_shard(rows, reduced.amax, part.format, *part.offsets, reduced.own)
+        return part.cast(rows, reduced.amax, reduced.own)
 
     def known(self, index: int) -> Reduced | None:
         """Return the latest :class:`Reduced` of a weight; None if its amaxes were never reduced."""
@@ -288,18 +260,15 @@ class AmaxTable:
         own = [view.of(mine) for view in layout.own]
         targets, sources = [], []
         for index, weight, target in zip(some, weights, own, strict=True):
-            shard, part = _shard_of(weight), self.slices[index]
+            shard = _shard_of(weight)
             if shard is not None and shard.master.numel():
                 targets.append(target)
-                amax = shard_amax(shard.master, part.format, *part.offsets)
-                sources.append(amax.to(mine.device))
+                sources.append(self.parts[index].amax(shard.master).to(mine.device))
         if targets:
             torch._foreach_copy_(targets, sources)
         flat = mine
         if first.ranks > 1:
-            flat = mine.clone()
-            # as integers, magnitudes keep their order, with NaN above Inf
-            dist.all_reduce(flat.view(torch.int32), dist.ReduceOp.MAX, first.group)
+            flat = max_over_ranks(mine.clone(), first.group)
         self.reductions += 1
         scales = torch.empty_like(flat)
         for format, where in layout.formats.items():

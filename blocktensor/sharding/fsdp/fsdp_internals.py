@@ -155,6 +155,15 @@ def owner_of(local: Tensor, module: nn.Module | None = None) -> Any:
     return owner
 
 
+def gathered_shape(local: Tensor) -> tuple[int, ...] | None:
+    """Return the shape of what FSDP gathers for a weight with this local part; None for no shard.
+
+    Where other ranks multiply by other parts of the weight, it is the shape of such a part.
+    """
+    owner = owner_of(local)
+    return None if owner is None else tuple(owner._orig_size)
+
+
 def _owners_of(local: Tensor, module: nn.Module | None = None) -> Iterator[Any]:
     """Yield all such objects: models may share a parameter."""
     for state in _states():

@@ -1,4 +1,4 @@
-"""Who reads weights that were written: gathers before a forward, in it, and in backward."""
+"""Weights that are written to in a forward, between two gathers, or before a backward."""
 
 from __future__ import annotations
 
@@ -16,124 +16,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.utils.checkpoint import checkpoint
 
 from blocktensor import convert
 from blocktensor.sharding import ranks
 from blocktensor.sharding.fsdp import amax_table
-from tests.support.models import randn
 from tests.support.ranks import on_ranks, run
-from tests.support.sharded import (
-    Wire,
-    assert_equal,
-    gradients,
-    reductions,
-    scale,
-    step,
-    whole,
+from tests.support.sharded import assert_equal, reductions, scale, step, whole
+from tests.support.sharded_layers import (
+    K,
+    Teacher,
+    assert_same_step,
+    batch,
+    body,
+    evaluate,
+    following,
+    twins,
 )
-
-K, HIDDEN = 192, 300
-
-
-def body() -> nn.Sequential:
-    """Three linears, of which the last belongs to the root's group."""
-    torch.manual_seed(0)
-    layers = nn.Linear(K, HIDDEN), nn.Linear(HIDDEN, HIDDEN, bias=False), nn.Linear(HIDDEN, K)
-    return nn.Sequential(*layers)
-
-
-def twins(mesh: DeviceMesh, make: Callable[[], nn.Module] = body, **options: Any) -> Any:
-    """A converted model that is sharded by layer, and a copy that is not."""
-    single = make()
-    convert(single, skip_small=False, convert_head=True)
-    model = copy.deepcopy(single)
-    for layer in [*model.children()][:2]:
-        fully_shard(layer, mesh=mesh, **options)
-    fully_shard(model, mesh=mesh)
-    return model, single
-
-
-def batch(number: int) -> Tensor:
-    return randn(24, K, seed=number, dtype=torch.float32)
-
-
-def assert_same_step(model: nn.Module, single: nn.Module, number: int) -> None:
-    """Outputs and gradients have the bits of one process."""
-    x, y = (batch(number).requires_grad_() for _ in range(2))
-    made, wanted = model(x), single(y)
-    assert torch.equal(made, wanted)
-    for each in (made, wanted):
-        each.square().mean().backward()
-    assert torch.equal(x.grad, y.grad)
-    assert_equal(gradients(model), gradients(single))
-
-
-@torch.no_grad()
-def evaluate(model: nn.Module) -> Tensor:
-    made: Tensor = model(batch(7))
-    return made
-
-
-EARLY: dict[str, Callable[[Any], Any]] = {
-    "the root": lambda model: model.unshard(),
-    "the first block": lambda model: model[0].unshard(),
-    "blocks": lambda model: [block.unshard() for block in model[:2]],
-    "all": lambda model: [part.unshard(async_op=True) for part in (model, *model[:2])],
-    "the root, after an evaluation": lambda model: (
-        evaluate(model),
-        model.reshard(),
-        scale(2, *model.parameters()),
-        scale(0.5, *model.parameters()),
-        model.unshard(),
-    ),
-}
-
-
-@pytest.mark.parametrize("early", EARLY)
-@on_ranks(1, 2, gpus=())
-def test_unshard_before_every_forward(mesh: DeviceMesh, early: str) -> None:
-    """As training loops do, to begin the first gather early."""
-    for first in (0, 1):
-        model, single = twins(mesh)
-        optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, single)]
-        for number in range(4):
-            if number >= first:
-                EARLY[early](model)
-            assert_same_step(model, single, number)
-            step(*optimizers)
-        assert_equal(model.parameters(), single.parameters())
-
-
-class Teacher(nn.Module):
-    """A student, and a teacher that follows it: written to inside of the forward, as in MoCo.
-
-    The weights of the teacher begin a hundred times smaller.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.student = nn.Linear(K, HIDDEN, bias=False)
-        self.teacher = nn.Linear(K, HIDDEN, bias=False)
-        with torch.no_grad():
-            self.teacher.weight.mul_(0.01)
-        self.follow: Callable[[], Any] = lambda: None
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.student(x)
-        with torch.no_grad():
-            self.follow()
-        return y * self.teacher(x)
-
-
-def following(mesh: DeviceMesh) -> tuple[Teacher, Teacher]:
-    model, single = twins(mesh, Teacher)
-    for each in (model, single):
-        student, teacher = each.student.weight, each.teacher.weight
-        each.follow = lambda student=student, teacher=teacher: teacher.lerp_(student.detach(), 0.5)
-    return model, single
 
 
 @on_ranks(1, 2, gpus=())
@@ -236,33 +134,6 @@ def test_one_rank_alone_writes(tmp_path: Path, when: str, error: str) -> None:
     assert (folder / "0").exists()
 
 
-@on_ranks(1, 2, gpus=())
-def test_evaluations_in_inference_mode(mesh: DeviceMesh) -> None:
-    """What stays gathered after them serves the next step."""
-    model, single = twins(mesh)
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, single)]
-    for number in range(3):
-        assert_same_step(model, single, number)
-        step(*optimizers)
-        with torch.inference_mode():
-            assert torch.equal(model(batch(9)), single(batch(9)))
-
-
-@on_ranks(2, gpus=())
-def test_a_gather_on_its_way_keeps_its_scales(mesh: DeviceMesh) -> None:
-    """FSDP2 uses the values of the time when it began to gather."""
-    model, single = twins(mesh)
-    evaluate(model)
-    for part in (*model[:2], model):
-        part.reshard()
-    model[1].unshard(async_op=True)
-    scale(3, model[1].weight)
-    assert torch.equal(evaluate(model), evaluate(single))  # the first gather reduces all amaxes
-    model[1].reshard()
-    scale(3, single[1].weight)
-    assert torch.equal(evaluate(model), evaluate(single))
-
-
 @on_ranks(2, gpus=())
 def test_ranks_with_whole_weights_wait_for_nobody(mesh: DeviceMesh) -> None:
     """A replica may run a forward alone, and has scales of its own weights."""
@@ -345,97 +216,3 @@ def test_a_compiled_block_whose_weight_changes_before_backward(mesh: DeviceMesh,
     scale(by, model[1].weight)
     y.sum().backward()
     assert x.grad.isnan().all()
-
-
-@on_ranks(2, gpus=())
-def test_a_weight_that_is_gathered_early_again_is_not_compared_again(
-    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Before the first forward only the weights that are gathered together are known."""
-    model, single = twins(mesh)
-    agreed: list[Any] = []
-    agree = amax_table.agree
-    monkeypatch.setattr(amax_table, "agree", lambda *x: (agreed.append(x[1]), agree(*x)))
-    for _ in range(2):
-        for block in model[:2]:
-            block.unshard()
-            block.reshard()
-    assert [len(lines) for lines in agreed] == [1, 1]
-    assert torch.equal(evaluate(model), evaluate(single))
-    model.reshard()
-    assert torch.equal(evaluate(model), evaluate(single))
-    assert [len(lines) for lines in agreed] == [1, 1, 3]
-
-
-# What a step sends
-
-
-def steps(model: nn.Module, run: Callable[[nn.Module], Any]) -> Wire:
-    """What the third step sends."""
-    for _ in range(3):
-        with Wire() as wire:
-            run(model)
-            for p in model.parameters():
-                assert p.grad is not None
-                with torch.no_grad():
-                    p.sub_(p.grad)
-                p.grad = None
-    return wire
-
-
-def train(model: Any) -> None:
-    model(batch(0)).sum().backward()
-
-
-def microbatches(model: Any) -> None:
-    for number in range(3):
-        model.set_requires_gradient_sync(number == 2)
-        model(batch(number)).sum().backward()
-
-
-def recomputed(model: Any) -> None:
-    checkpoint(model, batch(0), use_reentrant=False).sum().backward()
-
-
-def evaluated(model: Any) -> None:
-    evaluate(model)
-    train(model)
-
-
-def early(model: Any) -> None:
-    model.unshard(async_op=True)
-    train(model)
-
-
-def prefetching(model: Any) -> None:
-    model.set_modules_to_forward_prefetch([model[0], model[1]])
-    model[1].set_modules_to_backward_prefetch([model[0]])
-    train(model)
-
-
-@pytest.mark.parametrize(
-    ("run", "options", "more"),
-    [
-        (train, {}, 1),
-        (train, {"reshard_after_forward": False}, 1),
-        (prefetching, {}, 1),
-        (microbatches, {}, 3),
-        (evaluated, {}, 2),
-        (early, {}, 2),
-        (recomputed, {}, 2),
-    ],
-)
-@on_ranks(2, gpus=())
-def test_what_a_step_sends(
-    mesh: DeviceMesh, run: Callable[..., Any], options: dict[str, Any], more: int
-) -> None:
-    """As many collectives as a plain model, and the reductions of amaxes."""
-    model, _ = twins(mesh, **options)
-    plain = body()
-    for layer in plain[:2]:
-        fully_shard(layer, mesh=mesh, **options)
-    fully_shard(plain, mesh=mesh)
-    found, was = steps(model, run), steps(plain, run)
-    assert len(found.gathered) == len(was.gathered)
-    assert len(found.scattered) == len(was.scattered)
-    assert len(found.reduced) == len(was.reduced) + more

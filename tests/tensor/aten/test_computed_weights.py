@@ -1,0 +1,154 @@
+"""What is computed of a BlockwiseFP8Weight: a weight, or plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from blocktensor import BlockwiseFP8Weight, functional
+from tests.support.models import POWER_OF_TWO, RECIPES, linear, plain, randn
+
+EVERY = torch.arange(256)
+
+
+PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
+    "embedding": lambda w: F.embedding(EVERY, w),
+    "index": lambda w: w[EVERY],
+    "index_select": lambda w: w.index_select(0, EVERY),
+    "gather": lambda w: w.gather(0, EVERY.expand(256, 256)),
+    "take": lambda w: w.take(EVERY.expand(256, 256)),
+    **{
+        name: lambda w, name=name: getattr(torch, name)(w)
+        for name in ("zeros_like", "ones_like", "rand_like", "randn_like")
+    },
+    "full_like": lambda w: torch.full_like(w, 2),
+    "new_empty": lambda w: w.new_empty(256, 256),
+    "new_zeros": lambda w: w.new_zeros(256, 256),
+    "new_ones": lambda w: w.new_ones(256, 256),
+    "new_full": lambda w: w.new_full((256, 256), 2),
+    "new_empty_strided": lambda w: w.new_empty_strided((256, 256), (1, 256)),
+}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_activations_as_large_as_the_weight_are_plain(name: str) -> None:
+    """A matmul of two of them (attention, say) is one of activations."""
+    w, run = linear(256, 256).weight, PLAIN[name]
+    torch.manual_seed(0)
+    made = run(w)
+    torch.manual_seed(0)
+    wanted = run(plain(w))
+    assert type(made) is Tensor
+    assert (made.dtype, made.stride()) == (wanted.dtype, wanted.stride())
+    assert torch.equal(made, wanted) or "empty" in name
+
+
+COMPUTED: list[Callable[[Tensor], Tensor]] = [
+    lambda w: w + 1,
+    lambda w: 1 - w,
+    lambda w: w * (w > 0),
+    lambda w: w.tril(),
+    lambda w: torch.where(w > 0, w, 0.0),
+    F.normalize,
+    lambda w: w.flip(0),
+    lambda w: torch.sort(w, 1).values,
+    lambda w: torch.cat([w[:100], w[100:]]),
+    lambda w: torch.stack([w, w])[1],
+]
+
+
+@pytest.mark.parametrize("compute", COMPUTED)
+def test_what_autograd_computes_of_a_weight_is_a_weight(compute: Callable[..., Tensor]) -> None:
+    w, x = linear(256, 256, dtype=torch.float32).weight, randn(3, 256, dtype=torch.float32)
+    leaf = plain(w).requires_grad_()
+    ours, theirs = compute(w), compute(leaf)
+    assert type(ours) is BlockwiseFP8Weight
+    assert ours.recipe == w.recipe
+    y, wanted = F.linear(x, ours), functional.linear(x, theirs)
+    assert torch.equal(y, wanted)
+    y.square().sum().backward(), wanted.square().sum().backward()
+    torch.testing.assert_close(w.grad, leaf.grad)
+
+
+def test_what_is_computed_without_gradients_or_in_another_shape_is_plain() -> None:
+    w, other = (linear(256, 256, dtype=torch.float32, recipe=recipe).weight for recipe in RECIPES)
+    ids, zeros, double = torch.arange(256), torch.zeros_like, linear(64, 64).double().weight
+    made = [
+        w.sum(0),
+        w.square().mean(),
+        w > 0,
+        w.detach() * 2,
+        torch.cat([w, torch.ones(1, 256)]),
+        zeros(w),
+        zeros(w.detach()),
+        w.new_zeros(w.shape),
+        w.new_ones(w.shape),
+        F.embedding(ids, w),
+        w[ids],
+        w[ids > -1],
+        torch.cat([double, double]),
+        torch.stack([w[None], w[None]]),
+        *torch.histogram(plain(w).requires_grad_(), 4, weight=w),
+    ]
+    with torch.no_grad():
+        made += [w * 2, w.detach().add(1), torch.cat([w, other]), torch.stack([w[0], w[1]])]
+        assert type(torch.cat([w, w.t()])) is BlockwiseFP8Weight
+    optimizer = torch.optim.SGD([w], lr=1.0, momentum=0.9, weight_decay=0.1)
+    w.square().sum().backward()
+    optimizer.step()
+    assert {type(x) for x in (*made, w.grad, optimizer.state[w]["momentum_buffer"])} == {Tensor}
+    assert linear(128, 256).weight.new_zeros(2).dtype == torch.bfloat16
+
+
+def test_high_precision_passes_the_gradient_on() -> None:
+    w, x = linear(256, 256, dtype=torch.float32).weight, randn(3, 256, dtype=torch.float32)
+    leaf, values = plain(w).requires_grad_(), w.high_precision()
+    assert type(values) is Tensor
+    assert values.data_ptr() == w.master.data_ptr()
+    F.linear(x, values).sum().backward(), F.linear(x, leaf).sum().backward()
+    assert torch.equal(w.grad, leaf.grad)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_bytes_of_a_checkpoint_are_no_values(dtype: torch.dtype, frozen: bool) -> None:
+    module = linear(256, 256, frozen=frozen)
+    before, state = module.weight.dequantize(), {"weight": randn(256, 256).to(dtype)}
+    message = r"without the scales of a checkpoint in FP8: load that with blocktensor\.load_fp8"
+    with pytest.raises(RuntimeError, match=message):
+        module.load_state_dict(state)
+    with pytest.raises(TypeError, match=rf"values, pass \.to\({torch.bfloat16}\)$"):
+        module.weight.detach().copy_(state["weight"])
+    assert torch.equal(module.weight.dequantize(), before)
+
+
+def test_copies_and_casts_of_a_weight_are_weights() -> None:
+    w = linear(128, 192, dtype=torch.float32, recipe=POWER_OF_TWO).weight
+    x = randn(5, 192, dtype=torch.float32)
+    for copied in (w.clone(), w.detach().clone(), w.bfloat16(), torch.empty_like(w), w.t().clone()):
+        assert type(copied) is BlockwiseFP8Weight
+        assert copied.recipe == POWER_OF_TWO
+        assert "cache" not in vars(copied) or copied.cache is not w.cache
+    assert torch.equal(x @ w.t().clone(), F.linear(x, w))
+    assert type(w.double()) is type(w.detach() + 1) is Tensor
+
+
+@pytest.mark.parametrize(
+    "penalty",
+    [
+        lambda w: torch.linalg.svdvals(w).sum(),
+        lambda w: torch.linalg.matrix_norm(w, "nuc"),
+        lambda w: torch.linalg.inv(w[:, :128]).sum(),
+        lambda w: torch.linalg.qr(w)[1].square().sum(),
+    ],
+)
+def test_derivatives_of_decompositions_are_in_high_precision(penalty: Any) -> None:
+    w = linear(128, 192, dtype=torch.float32).weight
+    leaf = plain(w).requires_grad_()
+    penalty(w).backward(), penalty(leaf).backward()
+    torch.testing.assert_close(w.grad, leaf.grad)
