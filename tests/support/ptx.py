@@ -12,11 +12,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from blocktensor.ops.producers.activations import ACTIVATIONS
 from tests.support.numeric import DTYPES
 
 F32, U32 = np.float32, np.uint32
 NAMES = dict(zip(DTYPES, ("bf16", "fp16", "fp32"), strict=True))
 """How the PTX calls a dtype."""
+
+WITH_PTX = [name for name, activation in ACTIVATIONS.items() if activation.ptx is not None]
+"""The activations that kernels support."""
 
 
 def bits(x: Any) -> Any:
