@@ -18,7 +18,7 @@ from blocktensor.ops.scale_layouts import empty_quantized, empty_scale, pad4, tm
 from tests.support.numeric import E4M3, assert_same, operand
 
 CPU = torch.device("cpu")
-NAMES = ("1x128", "128x128", "1x128_pow2", "128x128_pow2")
+NAMES = ("1x128", "1x128_pow2", "128x128", "128x128_pow2")
 every_format = pytest.mark.parametrize(
     "format", formats.KERNEL_FORMATS, ids=lambda format: format.name
 )
