@@ -17,6 +17,7 @@ from ..ops.producers.activations import ACTIVATIONS, ActivationName
 from ..sharding.dtensor import fp8_part
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
+from .layer_names import GATED_MLPS
 from .pattern import FEATURES, Drawn, Found, Pattern, Sample, held_by
 
 _ACTS = ("act_fn", "act", "activation_fn", "activation", "hidden_act")
@@ -163,12 +164,7 @@ class Gated(Pattern):
 class MLP(Gated):
     """A gated MLP of linear layers."""
 
-    known = (
-        ("gate_proj", "up_proj", "down_proj"),  # transformers'
-        ("w1", "w3", "w2"),  # Llama's and torchtitan's
-        ("gate", "up", "down"),  # the examples'
-        ("gate_up_proj", "gate_up_proj", "down_proj"),  # Phi's
-    )
+    known = GATED_MLPS
 
     @classmethod
     def _parts(cls, module: nn.Module) -> dict[str, Any]:
