@@ -49,9 +49,11 @@ def test_kernels_decline_it(backend: Any) -> None:
     assert backend.declines(problem) == "has no PTX of mish"
 
 
-def test_every_activation_is_a_name_that_users_find(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(ACTIVATIONS, NEW)
+def test_every_activation_is_named_where_it_must_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    for table in (ACTIVATIONS, EAGER):
+        monkeypatch.delitem(table, NEW)
     assert (*ACTIVATIONS,) == get_args(ActivationName), f"name it in {activations.__name__}, too"
+    assert EAGER.keys() == ACTIVATIONS.keys(), "write it as models do in tests/support/gated.py"
     pages = {
         "functional.gated_mlp": str(functional.gated_mlp.__doc__),
         "docs/guides/fusing.md": (ROOT / "docs/guides/fusing.md").read_text("utf-8"),
