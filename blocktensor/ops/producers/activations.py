@@ -29,6 +29,9 @@ Kind = Literal["value", "value beside", "gradient"]
 class Ptx:
     """The PTX of an activation, which ``ptx.word_ptx`` puts into a whole.
 
+    Without branches. Free 32-bit registers are e, q, r, s, t, u, v, w and z, and the predicate p.
+    ``mul.rn`` and ``add.rn`` stand for NVRTC's ``mul`` and ``add``, which ptxas would contract.
+
     Attributes:
         value: computes fp32 y from x; empty if ``of_words`` computes the value.
         gradient: computes y from x and d, the gradient of the value.
