@@ -27,7 +27,9 @@ from blocktensor.ops.formats import BLOCK, ROUNDINGS, BlockFormat, Rounding, Sca
 from blocktensor.ops.gemm.choose_backend import unknown_format
 from blocktensor.ops.reference import quantize_rowwise
 from tests.docs.code_blocks import ROOT
+from tests.support import numeric
 from tests.support.models import randn
+from tests.support.numeric import ROUNDED
 
 NEW: Any = "three_bits"
 
@@ -102,6 +104,7 @@ def test_kernels_multiply_with_it_and_decline_casts() -> None:
 def test_every_rounding_is_a_choice_that_users_find(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(ROUNDINGS, NEW)
     assert (*ROUNDINGS,) == get_args(ScaleRounding), f"name it in {formats.__name__}, too"
+    assert ROUNDED.keys() == ROUNDINGS.keys(), f"define it in {numeric.__name__}, too"
     page = (ROOT / "docs/guides/recipes.md").read_text("utf-8")
     for place, text in (("Recipe", str(Recipe.__doc__)), ("docs/guides/recipes.md", page)):
         missing = [name for name in ROUNDINGS if f'"{name}"' not in text]
