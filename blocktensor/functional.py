@@ -16,7 +16,7 @@ from .autograd.linear_cross_entropy import CrossEntropy
 from .autograd.norm import Rounding
 from .autograd.quantize import quantize
 from .ops import checks
-from .ops.producers.ops import ActivationName
+from .ops.producers.activations import ActivationName
 from .overrides import dynamo as _whole_functions
 from .recipe import Recipe, check_recipe
 from .tensor.base import FP8Base

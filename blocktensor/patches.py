@@ -317,7 +317,7 @@ PIPELINE_HALVES = Patch(
     "not say that this half follows",
     versions="torch 2.11 to 2.13; the graph is freed before 2.13",
     when="a forward after pipelining was imported",
-    test="tests/autograd/test_backward.py"
+    test="tests/autograd/test_backward_in_halves.py"
     "::test_an_input_half_is_watched_once_and_no_longer_than_it_runs",
     without="zero-bubble schedules raise with torch before 2.13, and with later ones compute the "
     "gradient between the matmuls of gated MLPs twice",

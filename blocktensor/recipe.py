@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from .ops.formats import ACTIVATION_FORMATS, WEIGHT_FORMATS, BlockFormat, ScaleRounding
+from .ops.formats import ACTIVATION_FORMATS, ROUNDINGS, WEIGHT_FORMATS, BlockFormat, ScaleRounding
 
 CachePolicy = Literal["backward", False]
 WgradInput = Literal["1x128", "128x128", "high_precision"]
@@ -57,13 +57,13 @@ class Recipe:
 
     def __post_init__(self) -> None:
         fields = {
-            "scale": ScaleRounding,
-            "cache_weight": CachePolicy,
-            "wgrad_input": WgradInput,
-            "batch_invariant": Literal[False, True],
+            "scale": tuple(ROUNDINGS),
+            "cache_weight": get_args(CachePolicy),
+            "wgrad_input": get_args(WgradInput),
+            "batch_invariant": (False, True),
         }
-        for name, choices in fields.items():
-            value, allowed = getattr(self, name), get_args(choices)
+        for name, allowed in fields.items():
+            value = getattr(self, name)
             if not any(type(value) is type(choice) and value == choice for choice in allowed):
                 raise ValueError(
                     f"Recipe({name}={value!r}): expected one of {', '.join(map(repr, allowed))}"
@@ -126,7 +126,7 @@ def check_recipe(recipe: object) -> None:
     """Check that ``recipe`` is a Recipe or None, else raise TypeError."""
     if recipe is None or isinstance(recipe, Recipe):
         return
-    is_scale = isinstance(recipe, str) and recipe in ACTIVATION_FORMATS
+    is_scale = isinstance(recipe, str) and recipe in ROUNDINGS
     example = f"Recipe(scale={recipe!r})" if is_scale else "Recipe() or Recipe.deepseek()"
     is_foreign = type(recipe).__module__.partition(".")[0] in ("torchao", "transformer_engine")
     page = f"; {MIGRATING} says which recipe does the same" if is_foreign else ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any, NamedTuple
 
@@ -57,24 +57,31 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         """Return all figures, not rounded, as values that ``json.dumps`` takes.
 
-        The keys are the names of attributes. Tuples become lists, and dtypes become their names.
+        The keys are the names of attributes, and the keys of dictionaries. Tuples become lists,
+        named tuples dictionaries, and dtypes their names.
         """
-        values: dict[str, Any] = _plain(self)
+        values: dict[str, Any] = plain(self)
         return values
 
 
-def _plain(value: Any) -> Any:
-    """Return attributes and properties by name, without properties that select entries."""
+def plain(value: Any) -> Any:
+    """Return a value for JSON; of an object, a dictionary of its attributes and properties.
+
+    Properties that select entries, tuples, are left out.
+    """
     if value is None or isinstance(value, (str, int, float)):
         return value
-    if isinstance(value, tuple):
-        return [_plain(x) for x in value]
+    if isinstance(value, Mapping):
+        return {str(key): plain(x) for key, x in value.items()}
+    if isinstance(value, (tuple, list)):
+        named = getattr(value, "_asdict", None)
+        return [plain(x) for x in value] if named is None else plain(named())
     if not hasattr(value, "__dict__"):
         return str(value).removeprefix("torch.")
     names = [x for x in dict.fromkeys((*vars(value), *dir(value))) if not x.startswith("_")]
     found = {name: getattr(value, name) for name in names}
     return {
-        name: _plain(x)
+        name: plain(x)
         for name, x in found.items()
         if not callable(x) and (name in vars(value) or not isinstance(x, tuple))
     }

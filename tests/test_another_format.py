@@ -57,7 +57,7 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
 
 def by_hand(x: Tensor, format: BlockFormat) -> Tensor:
     """Values after a cast, block by block."""
-    data, scale = map(torch.from_numpy, cast_by_blocks(x, format.block_shape, power_of_two=False))
+    data, scale = map(torch.from_numpy, cast_by_blocks(x, format.block_shape, "fp32"))
     return expand(Quantized(data.view(E4M3), scale, format)).float()
 
 

@@ -14,13 +14,9 @@ from torch.compiler import is_dynamo_compiling
 
 from ..ops.cast.producer import Forms
 from ..ops.formats import BlockFormat, Quantized
-from ..ops.producers.ops import (
-    ActivationName,
-    gated,
-    gated_backward,
-    joint_gated_backward,
-)
-from ..ops.producers.reference import ACTIVATIONS, gradients
+from ..ops.producers.activations import ACTIVATIONS, ActivationName
+from ..ops.producers.ops import gated, gated_backward, joint_gated_backward
+from ..ops.producers.reference import gradients
 from ..recipe import Recipe
 from .plan import FP8_TYPES, Plan, difference_of, plan_matmul
 from .products import Dense
@@ -114,8 +110,7 @@ def plan_gated(
     needs_dw = any(plan.needs[1] for plan in firsts)
     dh_formats = (gate.format if gate.needs[0] else None, gate.format if needs_dw else None)
     records = all(plan.records_backward for plan in (*firsts, down))
-    # these take less time to compute again from gate and up than GELU
-    is_cheap = activation in ("silu", "relu2")
+    is_cheap = ACTIVATIONS[activation].is_cheap
     makes_h = recompute or (offs is None and up is not None and is_cheap)
     return GatedPlan(
         gate,

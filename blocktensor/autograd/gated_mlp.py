@@ -27,8 +27,8 @@ from torch.compiler import is_compiling, is_dynamo_compiling
 
 from ..ops.cast.ops import quantize_with_transpose
 from ..ops.formats import Quantized
-from ..ops.producers.ops import ActivationName, gated
-from ..ops.producers.reference import ACTIVATIONS
+from ..ops.producers.activations import ACTIVATIONS, ActivationName
+from ..ops.producers.ops import gated
 from ..ops.runtime.specialize import sequence
 from ..recipe import Recipe
 from ..tensor.weight import BlockwiseFP8Weight
@@ -111,7 +111,7 @@ def one_by_one(
     x: Tensor,
     weights: tuple[Tensor, Tensor | None, Tensor],
     biases: Sequence[Tensor | None],
-    activation: str,
+    activation: ActivationName,
 ) -> Tensor:
     """Compute a gated MLP by ``linears(x, weights, biases)`` and torch's ops between them."""
     w_gate, w_up, w_down = weights

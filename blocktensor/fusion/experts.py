@@ -16,6 +16,7 @@ from ..autograd.plan import autocast_dtype
 from ..sharding.dtensor import as_if_cut, fp8_part, local_of
 from ..sharding.fsdp.gather import GatheredInFP8
 from ..tensor.base import FP8Base
+from .layer_names import GATED_EXPERTS
 from .mlp import Gated
 from .pattern import Drawn, Pattern, Sample, why_different
 
@@ -43,12 +44,7 @@ class Experts(Gated):
 
     inputs = 2
     noun = "stacks"
-    known = (
-        ("w1_EFD", "w3_EFD", "w2_EDF"),  # torchtitan's
-        ("w1", "w3", "w2"),  # the examples'
-        ("gate_proj", "up_proj", "down_proj"),
-        ("gate_up_proj", "gate_up_proj", "down_proj"),  # transformers'
-    )
+    known = GATED_EXPERTS
 
     @staticmethod
     def _formula(names: tuple[str, str, str], activation: str) -> str:

@@ -88,18 +88,16 @@ def fuse(
     all of them, as :func:`~blocktensor.share_inputs` casts it; norms of queries and keys are
     computed in one kernel too. Outputs and gradients keep their bits.
 
-    MLPs are found by the names of their linears: ``gate_proj``, ``up_proj``, ``down_proj``
-    (transformers' Llama, Mistral, Qwen, DeepSeek, Gemma and others), ``w1``, ``w3``, ``w2``
-    (torchtitan), ``gate``, ``up``, ``down``, or ``gate_up_proj`` (gate, then up), ``down_proj``
-    (Phi); experts by the names of stacks ``[E, out, in]`` (torchtitan's ``w1_EFD``, ``w3_EFD``,
-    ``w2_EDF``, transformers' ``gate_up_proj`` and ``down_proj``, or the names of the linear
-    layers); norms by their names and the names of the linear layers that read them, such as
-    ``input_layernorm`` and ``self_attn.q_proj``, or that they read: ``q_norm`` and ``q_proj``.
-    Each module is verified with random weights, forward and backward, in training and evaluation
-    mode; MLPs and experts under autocast, too. A module that computes anything else is left alone,
-    with the reason in the report. So are MLPs with hooks, adapters (LoRA) or high precision in an
-    inner linear layer, and norms with such linear layers. A fused module that gets such things
-    later, and a norm under autocast, runs as it was written.
+    MLPs are found by the names of their linear layers, such as ``gate_proj``, ``up_proj`` and
+    ``down_proj``; experts by the names of stacks ``[E, out, in]``; norms by their names and the
+    names of the linear layers that read them, such as ``input_layernorm`` and
+    ``self_attn.q_proj``, or that they read: ``q_norm`` and ``q_proj``. docs/guides/fusing.md lists
+    the names, of models of transformers and torchtitan. Each module is verified with random
+    weights, forward and backward, in training and evaluation mode; MLPs and experts under autocast,
+    too. A module that computes anything else is left alone, with the reason in the report. So are
+    MLPs with hooks, adapters (LoRA) or high precision in an inner linear layer, and norms with such
+    linear layers. A fused module that gets such things later, and a norm under autocast, runs as it
+    was written.
 
     The ``state_dict``, names and ``isinstance`` of modules stay; copies and pickles are fused too.
     Where an MLP is fused, :func:`~blocktensor.share_inputs` has nothing left to do. Call it before

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -13,11 +13,11 @@ from .. import functional
 from ..autograd.plan import autocast_dtype, difference_of
 from ..model.running_module import ModuleTracker
 from ..model.weights import kind_of
-from ..ops.producers.ops import ActivationName
-from ..ops.producers.reference import ACTIVATIONS
+from ..ops.producers.activations import ACTIVATIONS, ActivationName
 from ..sharding.dtensor import fp8_part
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
+from .layer_names import GATED_MLPS
 from .pattern import FEATURES, Drawn, Found, Pattern, Sample, held_by
 
 _ACTS = ("act_fn", "act", "activation_fn", "activation", "hidden_act")
@@ -102,7 +102,7 @@ class Gated(Pattern):
     def _found(cls, name: str, module: nn.Module, linears: tuple[str, str, str]) -> Found:
         attribute = _act_of(module)
         reason = cls._why_unlike(module, linears, attribute) or cls.why_unwatched(module)
-        activations: Sequence[Any] = get_args(ActivationName)
+        activations: Sequence[ActivationName] = list(ACTIVATIONS)
         if attribute is not None and not reason:
             activation = getattr(module, attribute)
             activations = _activations_like(activation, cls._weight(module, linears[0]))
@@ -164,12 +164,7 @@ class Gated(Pattern):
 class MLP(Gated):
     """A gated MLP of linear layers."""
 
-    known = (
-        ("gate_proj", "up_proj", "down_proj"),  # transformers'
-        ("w1", "w3", "w2"),  # Llama's and torchtitan's
-        ("gate", "up", "down"),  # the examples'
-        ("gate_up_proj", "gate_up_proj", "down_proj"),  # Phi's
-    )
+    known = GATED_MLPS
 
     @classmethod
     def _parts(cls, module: nn.Module) -> dict[str, Any]:
@@ -241,7 +236,7 @@ def _act_of(module: nn.Module) -> str | None:
     return next((name for name in _ACTS if callable(held.get(name))), None)
 
 
-def _activations_like(act: Callable[[Tensor], Any], weight: Tensor) -> list[str]:
+def _activations_like(act: Callable[[Tensor], Any], weight: Tensor) -> list[ActivationName]:
     """List the activations with the values of ``act`` for all bf16 numbers."""
     device = weight.device if weight.device.type != "meta" else torch.device("cpu")
     x = torch.arange(-(2**15), 2**15, device=device).to(torch.int16).view(torch.bfloat16)
@@ -250,7 +245,7 @@ def _activations_like(act: Callable[[Tensor], Any], weight: Tensor) -> list[str]
     try:
         with torch.no_grad():
             y = act(x.clone())  # the activation may write to it
-        return [name for name in ACTIVATIONS if torch.equal(y, ACTIVATIONS[name].value(x))]
+        return [name for name, each in ACTIVATIONS.items() if torch.equal(y, each.value(x))]
     except Exception:
         return []
 

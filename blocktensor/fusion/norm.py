@@ -17,41 +17,11 @@ from ..autograd.plan import autocast_dtype
 from ..ops.norm.reference import NormKind
 from ..ops.runtime.specialize import PLAIN
 from ..sharding.dtensor import fp8_part
+from .layer_names import AFTER, ATTENTION, BESIDE, GATED_MLPS, READERS
 from .pattern import Drawn, Found, Pattern, Sample, held_by, why_different
 
-_READERS = {
-    "input_layernorm": ("self_attn", "attention"),
-    "post_attention_layernorm": ("mlp",),
-    "pre_feedforward_layernorm": ("mlp",),
-    "attention_norm": ("attention",),
-    "ffn_norm": ("feed_forward",),
-    "mlp_norm": ("mlp",),
-}
-"""Names of norms and of the modules that read them: transformers', torchtitan's, the examples'."""
-
-_LINEARS = (
-    ("q_proj", "k_proj", "v_proj"),
-    ("qkv_proj",),
-    ("q_a_proj", "kv_a_proj_with_mqa"),
-    ("q_proj", "kv_a_proj_with_mqa"),
-    ("wq", "wk", "wv"),
-    ("wqkv",),
-    ("gate_proj", "up_proj"),
-    ("gate_up_proj",),
-    ("w1", "w3"),
-    ("gate", "up"),
-)
-"""Names of the linear layers of such a module that read its input."""
-
-_BESIDE = {
-    "q_a_layernorm": ("q_b_proj",),
-    "kv_a_layernorm": ("kv_b_proj",),
-    "attention_norm": ("q", "k", "v"),
-}
-"""Names of norms and of the sibling linear layers that read them, in DeepSeek and the examples."""
-
-_AFTER = {"q_norm": ("q_proj", "wq"), "k_norm": ("k_proj", "wk")}
-"""Names of norms of queries and keys, and of the sibling linear layers whose results they read."""
+_LINEARS = (*ATTENTION, *(tuple(dict.fromkeys(names[:2])) for names in GATED_MLPS))
+"""Names of the linear layers of a module that read its input."""
 
 _EPS = ("variance_epsilon", "eps", "epsilon", "norm_eps")
 
@@ -139,14 +109,14 @@ def _computes(linears: Sequence[str]) -> str:
 
 def linears_of(norm: str, owner: nn.Module) -> Sequence[str]:
     """Return the linear layers that read the norm of this name in ``owner``, by their names."""
-    beside = _BESIDE.get(norm, ())
+    beside = BESIDE.get(norm, ())
     if beside and all(x in owner._modules for x in beside):
         return beside
     if norm == "post_attention_layernorm" and (
         "input_layernorm" not in owner._modules or "pre_feedforward_layernorm" in owner._modules
     ):
         return ()  # this one normalises the output of attention
-    for name in _READERS.get(norm, ()):
+    for name in READERS.get(norm, ()):
         reader = owner._modules.get(name)
         for linears in _LINEARS if reader is not None else ():
             if all(isinstance(reader._modules.get(x), nn.Module) for x in linears):  # type: ignore[union-attr]
@@ -156,7 +126,7 @@ def linears_of(norm: str, owner: nn.Module) -> Sequence[str]:
 
 def _written_by(norm: str, owner: nn.Module) -> Sequence[str]:
     """Return the name of the linear layer in ``owner`` whose result the norm reads, if any."""
-    return [x for x in _AFTER.get(norm, ()) if isinstance(owner._modules.get(x), nn.Module)][:1]
+    return [x for x in AFTER.get(norm, ()) if isinstance(owner._modules.get(x), nn.Module)][:1]
 
 
 def _eps_name(norm: nn.Module) -> str:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from torch import Tensor, dtype, float16, float32, frexp, int32
+from torch import Tensor, dtype, finfo, float16, float32, int32, where
 from torch import bfloat16 as bf16
 
-from .formats import BlockFormat, Quantized
+from .formats import ROUNDINGS, BlockFormat, Quantized
 from .scale_layouts import padded_to_vectors
 
 HIGH_PRECISION = (bf16, float16, float32)
@@ -196,14 +196,17 @@ def linear_operands(x: Tensor, w: Tensor, bias: Tensor | None, offs: Tensor | No
 
 
 def bad_scale(scale: Tensor, format: BlockFormat) -> str | None:
-    """Say what is wrong with stored fp32 scales, which must be finite and above 0."""
+    """Say what is wrong with stored fp32 scales: finite, above 0, and rounded as by the format."""
     fits = scale.isfinite() & (scale > 0)
-    expected = "a finite number above 0"
-    if format.power_of_two and fits.all():
-        fits = frexp(scale).mantissa == 0.5
+    expected = ROUNDINGS["fp32"].noun
+    rounding = ROUNDINGS[format.scale_rounding]
+    if rounding.round is not None and fits.all():
+        normal = where(scale < finfo(float32).tiny, scale * 2.0**64, scale)
+        fits = rounding.round(normal) == normal
+        recipe = f"Recipe(scale={format.scale_rounding!r})"
         expected = (
-            "a power of two, as Recipe(scale='power_of_two') has them; with Recipe() any scale is "
-            "read, and unfreeze, convert(model, Recipe(scale='power_of_two')), freeze round again"
+            f"{rounding.noun}, as {recipe} has them; with Recipe() any scale is read, and "
+            f"unfreeze, convert(model, {recipe}), freeze round again"
         )
     if fits.all():
         return None

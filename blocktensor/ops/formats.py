@@ -1,13 +1,14 @@
 """Define block formats: which elements of a matrix share a scale, and how scales are rounded.
 
 All other code reads block sizes and rounding from a :class:`BlockFormat`. To add a format, call
-:func:`register`: the reference ops then run with it. Kernels must be written for it.
+:func:`register`: the reference ops then run with it. Kernels must be written for it. To add a
+rounding of scales, add an entry to ``ROUNDINGS``: CONTRIBUTING.md has the steps.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -18,6 +19,36 @@ BLOCK = 128
 """Edge of DeepSeek-V3's blocks, and the size along K of one promoted product, in elements."""
 
 ScaleRounding = Literal["fp32", "power_of_two"]
+"""The names in ``ROUNDINGS``, which ``Recipe(scale=...)`` takes."""
+
+
+class Rounding(NamedTuple):
+    """A rounding of scales.
+
+    Attributes:
+        suffix: the end of the names of its formats.
+        noun: a rounded scale, in messages.
+        round: rounds finite fp32 scales above 0, and changes no rounded one; None to change none.
+            If a normal scale is rounded, its products with powers of two are.
+        in_kernels: True if cast kernels round so; otherwise the reference casts on a GPU too.
+            Matmuls run in kernels with any scales.
+    """
+
+    suffix: str
+    noun: str
+    round: Callable[[Tensor], Tensor] | None = None
+    in_kernels: bool = False
+
+
+def _up_to_power_of_two(scale: Tensor) -> Tensor:
+    return ((scale.view(torch.int32) + 0x007FFFFF) & 0x7F800000).view(torch.float32)
+
+
+ROUNDINGS: dict[ScaleRounding, Rounding] = {
+    "fp32": Rounding("", "a finite number above 0", in_kernels=True),
+    "power_of_two": Rounding("_pow2", "a power of two", _up_to_power_of_two, in_kernels=True),
+}
+"""All roundings of scales."""
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -60,7 +91,7 @@ class BlockFormat:
     Attributes:
         name: its name in ops and messages.
         block_shape: rows and columns of a block; columns lie along the contraction.
-        scale_rounding: ``"fp32"``: scale = amax / max. ``"power_of_two"``: that, rounded up.
+        scale_rounding: a name in ``ROUNDINGS``: how the scale amax / max is rounded.
         dtype: the dtype of the data.
     """
 
@@ -155,27 +186,28 @@ def named(name: str) -> BlockFormat:
     return found
 
 
-BLOCKS_1X128 = register(BlockFormat("1x128", (1, BLOCK)))
-"""The format of activations and gradients."""
+def _of_each_rounding(rows: int) -> dict[ScaleRounding, BlockFormat]:
+    """Register formats with blocks of ``rows`` rows."""
+    return {
+        name: register(BlockFormat(f"{rows}x{BLOCK}{rounding.suffix}", (rows, BLOCK), name))
+        for name, rounding in ROUNDINGS.items()
+    }
 
-BLOCKS_128X128 = register(BlockFormat("128x128", (BLOCK, BLOCK)))
-"""The format of weights."""
 
-BLOCKS_1X128_POW2 = register(BlockFormat("1x128_pow2", (1, BLOCK), "power_of_two"))
-BLOCKS_128X128_POW2 = register(BlockFormat("128x128_pow2", (BLOCK, BLOCK), "power_of_two"))
+ACTIVATION_FORMATS = _of_each_rounding(1)
+"""The formats of activations and gradients, by the rounding of scales."""
 
-ACTIVATION_FORMATS: dict[ScaleRounding, BlockFormat] = {
-    "fp32": BLOCKS_1X128,
-    "power_of_two": BLOCKS_1X128_POW2,
-}
-WEIGHT_FORMATS: dict[ScaleRounding, BlockFormat] = {
-    "fp32": BLOCKS_128X128,
-    "power_of_two": BLOCKS_128X128_POW2,
-}
-"""The formats of each scale rounding."""
+WEIGHT_FORMATS = _of_each_rounding(BLOCK)
+"""The formats of weights, by the rounding of scales."""
 
-KERNEL_FORMATS = (BLOCKS_1X128, BLOCKS_128X128, BLOCKS_1X128_POW2, BLOCKS_128X128_POW2)
-"""The formats that kernels support; others run in the reference."""
+BLOCKS_1X128, BLOCKS_1X128_POW2 = (ACTIVATION_FORMATS[x] for x in ("fp32", "power_of_two"))
+BLOCKS_128X128, BLOCKS_128X128_POW2 = (WEIGHT_FORMATS[x] for x in ("fp32", "power_of_two"))
+
+KERNEL_FORMATS = (*ACTIVATION_FORMATS.values(), *WEIGHT_FORMATS.values())
+"""The formats that matmuls in kernels read; others run in the reference."""
+
+CAST_FORMATS = tuple(x for x in KERNEL_FORMATS if ROUNDINGS[x.scale_rounding].in_kernels)
+"""The formats that casts in kernels write; others are cast by the reference."""
 
 
 def with_block_shape(block_shape: Sequence[int], scale_rounding: ScaleRounding) -> BlockFormat:

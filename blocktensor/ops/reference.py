@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .formats import BLOCK, BlockFormat, Quantized, ceil_div, group_columns, group_rows
+from .formats import BLOCK, ROUNDINGS, BlockFormat, Quantized, ceil_div, group_columns, group_rows
 from .scale_layouts import columnwise_width, empty_columnwise, empty_quantized
 
 
@@ -27,15 +27,14 @@ def largest(format: BlockFormat) -> float:
 def scale_from_amax(amax: Tensor, format: BlockFormat) -> Tensor:
     """Return the fp32 scale of a block from its fp32 ``amax`` (any shape).
 
-    It is ``amax / 448`` rounded to nearest, or then up to a power of two, and at least 2^-126. A
-    zero block (or an amax so small that the quotient underflows) gets scale 1; an Inf block gets
-    Inf; a NaN block gets the canonical quiet NaN.
+    It is ``amax / 448`` rounded to nearest, and then as the format says; a power of two is at least
+    2^-126. A zero block (or an amax so small that the quotient underflows) gets scale 1; an Inf
+    block gets Inf; a NaN block gets the canonical quiet NaN.
     """
     # Divide by a tensor: on CUDA, tensor / python-scalar multiplies by the rounded reciprocal.
     scale = amax / torch.full_like(amax, largest(format))
-    if format.power_of_two:
-        rounded_up = (scale.view(torch.int32) + 0x007FFFFF) & 0x7F800000
-        scale = torch.where(scale.isfinite(), rounded_up.view(torch.float32), scale)
+    if (round := ROUNDINGS[format.scale_rounding].round) is not None:
+        scale = torch.where(scale.isfinite(), round(scale), scale)
     scale = torch.where(scale == 0, torch.ones_like(scale), scale)
     return torch.where(scale.isnan(), torch.full_like(scale, float("nan")), scale)
 

@@ -29,7 +29,7 @@ from ..ops.op import OPS
 from ..ops.runtime.launch import this_thread
 from ..ops.runtime.specialize import watching
 from ..tensor.base import MasterBase
-from ..text_table import Report, Table
+from ..text_table import Report, Table, plain
 
 Figures = dict[tuple[str, str], Tensor]
 """Sums and counts by layer and operand, from which :func:`_health` computes figures."""
@@ -132,16 +132,7 @@ class Monitor(Report):
 
     def to_dict(self) -> dict[str, Any]:
         """Return ``every``, ``step``, and :meth:`health` with figures by name, for JSON."""
-        return {
-            **super().to_dict(),
-            "health": {
-                str(step): {
-                    layer: {operand: health._asdict() for operand, health in operands.items()}
-                    for layer, operands in layers.items()
-                }
-                for step, layers in self.health().items()
-            },
-        }
+        return {**super().to_dict(), "health": plain(self.health())}
 
     def scalars(self) -> dict[str, float]:
         """Return the latest figures by names such as ``"fp8/layers.0.up/x/sqnr"``.

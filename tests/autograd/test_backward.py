@@ -5,37 +5,31 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
-from torch import Tensor, nn
+from torch import Tensor
 from torch._dynamo import compiled_autograd
-from torch.distributed.pipelining import stage
-from torch.utils.checkpoint import checkpoint
 
-from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, Recipe, functional, quantize
-from blocktensor.autograd import pipelining
+from blocktensor import BlockwiseFP8Tensor, functional
 from blocktensor.autograd.backward import FP8Function
-from blocktensor.autograd.norm import normed
 from blocktensor.tensor.fp8_tensor import Generation
 from tests.support.asserts import refused
+from tests.support.differentiable import NAMES, name, samples
 from tests.support.groups import ends
 from tests.support.linear_ways import (
-    HIGH,
     assert_all_equal,
     gone_when,
     grads_of,
-    run_linears,
     storage_is_gone,
     way_of_linears,
 )
-from tests.support.models import FP32_SCALES, Trace, linear, randn
+from tests.support.models import Trace, linear, randn
 from tests.support.numeric import assert_same
 
-__all__ = ["way_of_linears"]
+__all__ = ["name", "way_of_linears"]
 in_each_way = pytest.mark.usefixtures("way_of_linears")
 
 
@@ -86,57 +80,6 @@ def test_a_gradient_is_freed_before_the_products(
     y.square().sum().backward()
     boxes = hasattr(torch.autograd.Function, "boxed_grads_call")
     assert gone == 2 * [way_of_linears == "op by op" and boxes]
-
-
-def leaf(*shape: int, seed: int = 1) -> Tensor:
-    return randn(*shape, seed=seed, grad=True)
-
-
-def samples() -> dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...], tuple[int, ...]]]:
-    """Functions, their leaves, and the number of products of each leaf's gradient alone."""
-    x, offs, target = leaf(70, 192), ends(30, 0, 40), torch.arange(70)
-    mlp = leaf(160, 192), leaf(160, 192, seed=2), leaf(192, 160)
-    experts = leaf(3, 160, 192), leaf(3, 160, 192, seed=2), leaf(3, 192, 160)
-    biases = leaf(160), leaf(160), leaf(192)
-    f = functional
-    return {
-        "linear": (f.linear, (x, mlp[0], leaf(160)), (1, 1, 0)),
-        "grouped_linear": (
-            lambda x, w, b: f.grouped_linear(x, w, offs, b),
-            (x, experts[0], leaf(3, 160)),
-            (1, 1, 0),
-        ),
-        "gated_mlp": (f.gated_mlp, (x, *mlp), (3, 2, 2, 1)),
-        "gated_mlp, biases": (f.gated_mlp, (x, *mlp, *biases), (3, 2, 2, 1, 1, 1, 0)),
-        "gated_mlp, gate and up in one": (
-            lambda x, w, down: f.gated_mlp(x, w, None, down),
-            (x, leaf(320, 192), mlp[2]),
-            (2, 2, 1),
-        ),
-        "gated_experts": (
-            lambda x, *ws: f.gated_experts(x, *ws, offs),
-            (x, *experts),
-            (3, 2, 2, 1),
-        ),
-        "normed": (lambda x, w: normed(x, w, 1e-6, "llama"), (x, leaf(192)), (0, 0)),
-        "linear_cross_entropy": (
-            lambda x, w, b: f.linear_cross_entropy(x, w, target, b),
-            (x, mlp[0], leaf(160)),
-            (0, 0, 0),
-        ),
-    }
-
-
-NAMES = [*samples()]
-BOTH_WAYS = ("linear", "gated_mlp", "gated_experts")  # to which the size of gradients matters
-
-
-@pytest.fixture(params=[*NAMES, *(f"{name}; sequence" for name in BOTH_WAYS)])
-def name(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """One of ``NAMES``, whose linears run one way or the other."""
-    name, _, way = request.param.partition("; ")
-    run_linears(way or "op by op", monkeypatch)
-    return name
 
 
 def test_only_the_gradients_that_are_asked_for_are_computed(name: str) -> None:
@@ -229,158 +172,6 @@ def test_compiled_autograd_gives_the_bits_of_autograd(
         y.backward(grad)
     for x, each in zip(leaves, wanted, strict=True):
         assert_same(x.grad, each)
-
-
-# Backwards in halves, as zero-bubble schedules of torch's pipelining run them
-
-needs_halves = pytest.mark.skipif(
-    torch.__version__ < (2, 13),
-    reason="before 2.13 torch loses an autograd.Function between the halves (pytorch#166577)",
-)
-
-
-@needs_halves
-def test_a_split_backward_computes_each_product_once(name: str) -> None:
-    run, (x, *weights), products = samples()[name]
-    y = run(x, *weights)
-    grad = randn(*y.shape, seed=5).to(y.dtype)
-    wanted = torch.autograd.grad(y, (x, *weights), grad, retain_graph=True)
-    with Trace() as of_input:
-        (dx,), groups = stage.stage_backward_input([y], [grad], [x], iter(weights))
-    with Trace() as of_weights:
-        stage.stage_backward_weight(iter(weights), groups)
-    for a, b in zip((dx, *(w.grad for w in weights)), wanted, strict=True):
-        assert_same(a, b)
-    assert of_input.count("gemm") == products[0]
-    of_matrices = sum(w.ndim > 1 + ("experts" in name or "grouped" in name) for w in weights)
-    assert of_weights.count("gemm") == (of_matrices if products[0] else 0)
-
-
-USES: dict[str, Callable[[Tensor, Any, Tensor], Tensor]] = {
-    "a linear": F.linear,
-    "a view": lambda x, w, bias: x @ w + bias,
-    "a linear and a view": lambda x, w, bias: F.linear(x, w, bias) @ w,
-    "a linear and a penalty": lambda x, w, bias: (
-        F.linear(x, w, bias) + w.high_precision().square().mean()
-    ),
-    "two linears": lambda x, w, bias: F.linear(torch.tanh(F.linear(x, w)), w, bias),
-    "two linears of a copy": lambda x, w, bias: F.linear(
-        F.linear(x.float(), w.float()), w.float(), bias.float()
-    ),
-}
-
-
-@needs_halves
-@in_each_way
-@pytest.mark.parametrize("recipe", [FP32_SCALES, HIGH], ids=str)
-@pytest.mark.parametrize("use", USES)
-def test_gradients_are_those_of_a_whole_backward(use: str, recipe: Recipe) -> None:
-    found = []
-    for split in (False, True):
-        module, x = linear(300, 300, bias=True, recipe=recipe), randn(40, 300, grad=True)
-        for step in range(2):
-            y = USES[use](x, module.weight, module.bias)
-            grad = randn(40, 300, seed=step, dtype=y.dtype)
-            if split:
-                _, groups = stage.stage_backward_input([y], [grad], [x], module.parameters())
-                stage.stage_backward_weight(module.parameters(), groups)
-            else:
-                y.backward(grad)
-        found.append([x.grad, *(p.grad for p in module.parameters())])
-    assert_all_equal(*found)
-
-
-@needs_halves
-@pytest.mark.parametrize("in_place", [True, False])
-def test_a_gradient_that_changes_between_the_halves_is_read_again(in_place: bool) -> None:
-    run, (x, *weights), _ = samples()["gated_mlp"]
-    y, grad = run(x, *weights), randn(70, 192, seed=5)
-    wanted = torch.autograd.grad(y, weights, 2 * grad, retain_graph=True)
-    _, groups = stage.stage_backward_input([y], [grad], [x], iter(weights))
-    if in_place:
-        grad.mul_(2)
-    else:
-        groups = [{**group, "grads": [(2 * grad,)]} for group in groups]
-    stage.stage_backward_weight(iter(weights), groups)
-    assert_all_equal([w.grad for w in weights], [*wanted])
-
-
-def test_an_input_half_is_watched_once_and_no_longer_than_it_runs() -> None:
-    pipelining.watch_halves(), pipelining.watch_halves()
-    assert not hasattr(stage.stage_backward_input.__wrapped__, "__wrapped__")
-
-    original = mock.Mock(side_effect=RuntimeError("in the middle"))
-    with pytest.raises(RuntimeError, match="in the middle"):
-        pipelining._watched(original)([])
-    assert not pipelining._input_halves
-
-
-N, K = 256, 192
-
-
-def weight(seed: int = 0) -> nn.Parameter:
-    return nn.Parameter(BlockwiseFP8Weight(randn(N, K, seed=seed), FP32_SCALES))
-
-
-def loss_of(x: Tensor, w: Tensor) -> Tensor:
-    return F.linear(x, w).relu().sum()
-
-
-def checkpointed(x: Tensor, w: Tensor) -> Any:
-    return checkpoint(loss_of, x, w, use_reentrant=False)
-
-
-@pytest.mark.parametrize("kind", [list, tuple, dict])
-def test_grad_of_a_checkpointed_forward(kind: Any) -> None:
-    x, w = randn(8, K, grad=True), weight()
-    if kind is dict and torch.__version__ < (2, 13):
-        pytest.skip("torch.autograd.grad takes no dictionary before torch 2.13")
-    wanted = torch.autograd.grad(loss_of(x, w), (x, w))
-    inputs = {"x": x, "w": w} if kind is dict else kind((x, w))
-    with Trace() as trace:
-        got = torch.autograd.grad(checkpointed(x, w), inputs)
-    assert trace.count("blocktensor.gemm") == 4  # two of forwards
-    assert_all_equal([*(got.values() if isinstance(got, dict) else got)], [*wanted])
-    (alone,) = torch.autograd.grad(checkpointed(x, w), w)
-    assert torch.equal(alone, wanted[1])
-
-
-def test_backward_of_a_checkpointed_forward() -> None:
-    x, w = randn(8, K, grad=True), weight()
-    (wanted,) = torch.autograd.grad(loss_of(x, w), w)
-    for i in range(1, 3):
-        checkpointed(x, w).backward(inputs=[w])
-        assert torch.equal(w.grad, wanted * i)
-    torch.autograd.backward([checkpointed(x, w)], inputs=w)
-    assert torch.equal(w.grad, wanted * 3)
-    assert x.grad is None
-
-
-def test_what_is_not_used() -> None:
-    x, w, other = randn(8, K, grad=True), weight(), weight(1)
-    y, frozen = loss_of(x, w), weight().requires_grad_(False)
-    assert torch.autograd.grad(y, other, allow_unused=True, retain_graph=True) == (None,)
-    (zeros,) = torch.autograd.grad(y, other, materialize_grads=True, retain_graph=True)
-    assert zeros.shape == other.shape and not zeros.any()
-    with pytest.raises(RuntimeError, match="have been used in the graph"):
-        torch.autograd.grad(y, other, retain_graph=True)
-    with pytest.raises(RuntimeError, match="require grad"):
-        torch.autograd.grad(y, frozen)
-
-
-def test_fp8_outputs_and_inputs_in_between() -> None:
-    x, w = randn(8, K, grad=True), weight()
-    y = quantize(x * 2, FP32_SCALES)
-    assert isinstance(y, BlockwiseFP8Tensor)
-    grad = randn(8, K, seed=4)
-    assert torch.equal(torch.autograd.grad(y, x, grad, retain_graph=True)[0], grad * 2)
-    of_y, of_x = torch.autograd.grad(F.linear(y, w).sum(), (y, x))
-    assert torch.equal(of_x, of_y * 2)
-    y, grad = quantize(checkpoint(F.linear, x, w, use_reentrant=False), FP32_SCALES), randn(8, N)
-    got = torch.autograd.grad(y, (x, w), grad, retain_graph=True, materialize_grads=True)
-    y.backward(grad)
-    for found in (got, (x.grad, w.grad)):
-        assert_all_equal([*found], [*torch.autograd.grad(F.linear(x, w), (x, w), grad)])
 
 
 GATHERED: dict[str, tuple[tuple[int, ...], Callable[[Tensor, Tensor], Tensor]]] = {

@@ -13,7 +13,9 @@ from expecttest import assert_expected_inline
 from torch import nn
 
 from blocktensor import Recipe, fuse, share_inputs, unshare_inputs
+from blocktensor.fusion.layer_names import AFTER, BESIDE, GATED_EXPERTS, READERS
 from blocktensor.overrides import dynamo
+from tests.docs.code_blocks import ROOT
 from tests.support.fused_kinds import count_runs
 from tests.support.gated import assert_bits
 from tests.support.mlps import MLP, K, Model, converted, fused_in, planted, results
@@ -21,7 +23,23 @@ from tests.support.models import Trace
 
 transformers = pytest.importorskip("transformers")
 
-FAMILIES = ["Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "DeepseekV3", "Olmo2", "Phi3"]
+FAMILIES = [
+    "Llama",
+    "Mistral",
+    "Qwen2",
+    "Qwen3",
+    "Gemma",
+    "Gemma2",
+    "DeepseekV3",
+    "Olmo2",
+    "Phi3",
+    "GraniteMoeHybrid",
+]
+JOINT = {
+    "Phi3": "down_proj({act}(gate) * up), both of gate_up_proj(x)",
+    "GraniteMoeHybrid": "output_linear({act}(gate) * up), both of input_linear(x)",
+}
+"""What an MLP computes whose gate and up are one linear layer."""
 NORMS = {
     "": ("input_layernorm", "post_attention_layernorm"),
     "Gemma2": ("input_layernorm", "pre_feedforward_layernorm"),
@@ -45,7 +63,7 @@ OPS = {
     "gelu": ("gated gelu 1x128 128x128", "gated_backward gelu 1x128 1x128"),
     "gelu_tanh": ("gated gelu_tanh 1x128 128x128", "gated_backward gelu_tanh 1x128 1x128"),
     "relu2": ("gated relu2 1x128", "gated relu2 128x128", "gated_backward relu2 1x128 1x128"),
-    "Phi3": ("gated silu 1x128 128x128", "joint_gated_backward silu 1x128 1x128"),
+    "joint": ("gated silu 1x128 128x128", "joint_gated_backward silu 1x128 1x128"),
 }
 TOKENS = torch.arange(24).view(2, 12)
 
@@ -59,6 +77,9 @@ def language_model(family: str, recipe: Recipe | None = None, **more: Any) -> nn
     if family == "DeepseekV3":
         options |= {"first_k_dense_replace": 2, "q_lora_rank": 32, "kv_lora_rank": 32}
         options |= {"qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16}
+    if family == "GraniteMoeHybrid":  # without experts, as in most models of Granite 4
+        options |= {"num_local_experts": 0, "shared_intermediate_size": 144}
+        options |= {"layer_types": ["attention"] * 2}
     options |= more
     torch.manual_seed(0)
     model = getattr(transformers, f"{family}ForCausalLM")(
@@ -78,11 +99,11 @@ def test_transformers(family: str) -> None:
     report = fuse(model)
     act = "gelu_tanh" if family.startswith("Gemma") else "silu"
     formula = f"down_proj({act}(gate_proj(x)) * up_proj(x))"
-    if family == "Phi3":
-        formula = f"down_proj({act}(gate) * up), both of gate_up_proj(x)"
+    formula = JOINT[family].format(act=act) if family in JOINT else formula
     assert [entry.computes for entry in report.fused[:2]] == [formula] * 2
     names = [entry.name for entry in report.fused]
-    assert names[:2] == fused_in(model) == [f"model.layers.{i}.mlp" for i in range(2)]
+    mlp = "shared_mlp" if family == "GraniteMoeHybrid" else "mlp"
+    assert names[:2] == fused_in(model) == [f"model.layers.{i}.{mlp}" for i in range(2)]
     norms = [f"model.layers.{i}.{name}" for i in range(2) for name in NORMS.get(family, NORMS[""])]
     assert names[2:] == norms
     others = [f"model.layers.{i}.{name}" for i in range(2) for name in LEFT_ALONE.get(family, ())]
@@ -90,7 +111,7 @@ def test_transformers(family: str) -> None:
     assert_bits(results(model, run=loss(model)), wanted)
     with Trace() as trace:
         results(model, run=loss(model))
-    for op in OPS.get(family, OPS[act]):
+    for op in OPS["joint" if family in JOINT else act]:
         assert trace.count(f"blocktensor.{op}") == 2
     assert count_runs(loss(model), None) == len(names)
 
@@ -138,6 +159,12 @@ def test_known_names(make: Any) -> None:
     fuse(model)
     assert fused_in(model) == ["layers.0.mlp", "layers.1.mlp"]
     assert_bits(results(model), wanted)
+
+
+def test_the_page_lists_the_names() -> None:
+    page = (ROOT / "docs/guides/fusing.md").read_text("utf-8")
+    names = {*READERS, *BESIDE, *AFTER}.union(*GATED_EXPERTS)
+    assert [name for name in sorted(names) if f"`{name}`" not in page] == []
 
 
 def test_the_report() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import pytest
 import torch
@@ -25,6 +25,7 @@ from blocktensor.ops.formats import (
     BlockFormat,
 )
 from blocktensor.ops.producers.choose_backend import PRODUCER_BACKENDS, ProducerProblem
+from blocktensor.ops.producers.ptx import Role, word_ptx
 from blocktensor.ops.scale_layouts import empty_columnwise, empty_quantized
 from tests.support.casts import BOTH, GLUON_WAYS, SQUARE, WAYS, Functions, Way, gluon_takes, kernels
 from tests.support.numeric import DTYPES, E4M3
@@ -199,7 +200,7 @@ POW2: Formats = BLOCKS_1X128_POW2, BLOCKS_1X128_POW2
 def producers_of(name: str, sources: tuple[Tensor, ...], formats: Formats) -> Functions:
     """The functions of a backend, which must take the problem."""
     made = kernels(name, PRODUCER_BACKENDS)
-    assert made.backend.declines(ProducerProblem(sources, *formats)) is None
+    assert made.backend.declines(ProducerProblem("silu", sources, *formats)) is None
     return made
 
 
@@ -332,6 +333,20 @@ def test_norms(kind: Any, dtype: torch.dtype, shape: tuple[int, int], launches: 
         assert not launch.options["enable_fp_fusion"]
         division = 20 if launch.kernel is triton_norm.norm_kernel else 0  # of a mean
         assert made.sass.count("FFMA") <= division
+
+
+@pytest.mark.parametrize("name", ["triton", "gluon"])
+def test_the_ptx_of_an_activation_is_in_the_key_of_its_kernel(
+    name: str, launches: Launches
+) -> None:
+    """Triton hashes no globals of functions at compile time: it would run the PTX of before."""
+    sources = grad, gate, up = sources_of((300, 576))
+    made = producers_of(name, sources, COLUMNWISE)
+    made.gated(gate, up, "gelu", *COLUMNWISE)
+    made.gated_backward(grad, gate, up, "gelu", *COLUMNWISE)
+    value, beside, gradient = (word_ptx("gelu", role, BF16) for role in get_args(Role))
+    wanted = [(value, None), (gradient, beside)]
+    assert [launch.constants["DETAIL"] for launch in launches] == wanted
 
 
 def test_gradients_of_swiglu_spill_little_with_every_triton(launches: Launches) -> None:

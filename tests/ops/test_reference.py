@@ -30,7 +30,7 @@ squares = in_formats(formats.BLOCKS_128X128, formats.BLOCKS_128X128_POW2)
 def check(cast: Callable[..., Quantized], x: Tensor, format: BlockFormat) -> None:
     """``cast(x)`` equals the oracle's cast of ``x``, byte for byte."""
     data, scale, made = cast(x, format)
-    want_data, want_scale = numeric.cast_by_blocks(x, format.block_shape, format.power_of_two)
+    want_data, want_scale = numeric.cast_by_blocks(x, format.block_shape, format.scale_rounding)
     assert made is format
     assert data.is_contiguous()
     assert_same(data, torch.from_numpy(want_data).view(E4M3))

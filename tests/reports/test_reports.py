@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
 import pytest
@@ -93,7 +93,7 @@ EMPTY: dict[str, Callable[[], Report]] = {
 def test_every_class_of_reports_is_made_here() -> None:
     classes = (getattr(reports, name) for name in reports.__all__)
     wanted = {x.__name__ for x in classes if issubclass(x, Report) and x is not Report}
-    assert MADE.keys() == wanted
+    assert MADE.keys() == wanted, "make each in MADE: all tests of this file then run with it"
 
 
 def parsed(html: str) -> list[Any]:
@@ -176,6 +176,24 @@ def test_the_values_of_other_reports() -> None:
     fused = fuse(model)
     assert fused.to_dict() == {"entries": [asdict(entry) for entry in fused.entries]}
     assert len(fused.entries) == 1
+
+
+class Found(NamedTuple):
+    name: str
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class OfFound(Report):
+    entries: tuple[Found, ...]
+    by_step: dict[int, list[Found]]
+
+
+def test_values_of_dictionaries_and_named_tuples_keep_their_names() -> None:
+    found = Found("up", torch.bfloat16)
+    wanted = {"name": "up", "dtype": "bfloat16"}
+    values = OfFound((found,), {7: [found]}).to_dict()
+    assert values == {"entries": [wanted], "by_step": {"7": [wanted]}}
 
 
 def test_the_values_of_shared_inputs() -> None:

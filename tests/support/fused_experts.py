@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from blocktensor import Recipe, convert
+from blocktensor.ops.producers.activations import ActivationName
 from tests.support.gated import EAGER
 from tests.support.models import randn
 from tests.support.steps import step
@@ -24,7 +25,11 @@ class Sizes(nn.Module):
     NAMES: tuple[str, ...] = ("w1", "w3", "w2")
 
     def __init__(
-        self, activation: str = "silu", experts: int = EXPERTS, hidden: int = HIDDEN, k: int = K
+        self,
+        activation: ActivationName = "silu",
+        experts: int = EXPERTS,
+        hidden: int = HIDDEN,
+        k: int = K,
     ) -> None:
         super().__init__()
         self.of_gate = EAGER[activation]

@@ -14,18 +14,20 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from blocktensor import BlockwiseFP8Weight, Recipe, functional
+from blocktensor.ops.producers.activations import ActivationName
 from tests.support.groups import GROUPS, ends
 from tests.support.models import FP32_SCALES, randn
 from tests.support.steps import assert_bits as assert_bits
 
 K, HIDDEN, N = 192, 320, 136
 
-EAGER: dict[str, Callable[[Tensor], Tensor]] = {
+EAGER: dict[ActivationName, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "relu2": lambda x: F.relu(x).square(),
 }
+"""All activations, as models write them."""
 
 
 def results(
@@ -96,7 +98,7 @@ class Kind:
             biases = biases[0], None, biases[1]
         return functional.gated_mlp(x, *ws, *biases, **options)
 
-    def unfused(self, x: Tensor, *operands: Tensor, activation: str = "silu") -> Tensor:
+    def unfused(self, x: Tensor, *operands: Tensor, activation: ActivationName = "silu") -> Tensor:
         """Return what :meth:`fused` is to equal."""
         ws, biases = self._split(operands)
         bs = biases or (None,) * len(ws)
@@ -111,7 +113,7 @@ class Kind:
         return F.linear(x, w, bias)
 
     def assert_same_bits(
-        self, x: Tensor, operands: list[Any], activation: str = "silu", **options: Any
+        self, x: Tensor, operands: list[Any], activation: ActivationName = "silu", **options: Any
     ) -> None:
         """Compare outputs and gradients, also of an x with another use."""
         runs = (

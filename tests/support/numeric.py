@@ -6,6 +6,7 @@ Nothing here computes with the code under test: operands only carry its formats.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 from torch import Generator, Tensor
 from torch.utils._pytree import tree_leaves
 
-from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_128X128, Quantized
+from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_128X128, Quantized, ScaleRounding
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 E4M3 = torch.float8_e4m3fn
@@ -36,27 +37,36 @@ def e4m3_bytes(x: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(x), 0x7F, nearest | (np.signbit(x) << 7)).astype(np.uint8)
 
 
-def block_scale(block: np.ndarray, power_of_two: bool) -> np.float32:
-    """The scale of one fp32 block, in scalar arithmetic."""
+def up_to_power_of_two(scale: np.float32) -> np.float32:
+    significand, exponent = math.frexp(scale)  # 0.5 <= significand < 1
+    return np.float32(2.0 ** max(exponent - (significand == 0.5), -126))
+
+
+ROUNDED: dict[ScaleRounding, Callable[[np.float32], np.float32]] = {
+    "fp32": lambda scale: scale,
+    "power_of_two": up_to_power_of_two,
+}
+"""Every rounding of a finite scale above 0, in scalar arithmetic."""
+
+
+def block_scale(block: np.ndarray, rounding: ScaleRounding) -> np.float32:
+    """The scale of one fp32 block."""
     amax = np.abs(block).max()  # NaN if there is one
     scale = amax / np.float32(448)
     if scale == 0:
         return np.float32(1)
-    if power_of_two and np.isfinite(scale):
-        significand, exponent = math.frexp(scale)  # 0.5 <= significand < 1
-        return np.float32(2.0 ** max(exponent - (significand == 0.5), -126))
-    return scale
+    return ROUNDED[rounding](scale) if np.isfinite(scale) else scale
 
 
 @np.errstate(invalid="ignore", under="ignore")  # Inf / Inf, and tiny quotients
-def cast_by_blocks(x: Tensor, block: Any, power_of_two: bool) -> tuple[np.ndarray, np.ndarray]:
+def cast_by_blocks(x: Tensor, block: Any, rounding: ScaleRounding) -> tuple[np.ndarray, np.ndarray]:
     """Bytes and scales of the cast of a matrix, one block after another."""
     values = x.float().numpy()
     quotients = np.zeros(values.shape, np.float32)
     scales = np.zeros([-(-n // b) for n, b in zip(values.shape, block, strict=True)], np.float32)
     for i, j in np.ndindex(scales.shape):
         inside = np.s_[i * block[0] : (i + 1) * block[0], j * block[1] : (j + 1) * block[1]]
-        scales[i, j] = block_scale(values[inside], power_of_two)
+        scales[i, j] = block_scale(values[inside], rounding)
         quotients[inside] = values[inside] / scales[i, j]
     return e4m3_bytes(quotients), scales
 

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import blocktensor
 from blocktensor import Recipe, functional
+from blocktensor.ops.producers.activations import ACTIVATIONS
 from tests.support.models import randn
 
 WIDTHS = (128, 160, 256, 512, 1024)
@@ -30,7 +31,6 @@ RECIPES = (
     Recipe(cache_weight=False),
     Recipe(batch_invariant=True),
 )
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2")
 EXPERTS = 4
 
 
@@ -131,7 +131,7 @@ class Program:
         torch.manual_seed(self.seed)
         draw = random.Random(self.seed + 1)
         trunk = nn.ModuleList(
-            Layer(kind, self.k, self.hidden, draw.random() < 0.5, draw.choice(ACTIVATIONS))
+            Layer(kind, self.k, self.hidden, draw.random() < 0.5, draw.choice([*ACTIVATIONS]))
             for kind in self.kinds
         )
         heads = nn.ModuleList(nn.Linear(self.k, self.k, bias=False) for _ in range(self.heads))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .. import reference
 from ..devices import HOPPER, capability, lacks_gluon, lacks_triton
-from ..formats import BLOCKS_1X128, BLOCKS_128X128, KERNEL_FORMATS, BlockFormat
+from ..formats import BLOCKS_1X128, BLOCKS_128X128, CAST_FORMATS, BlockFormat
 from ..registry import Backend, first_choice
 from ..runtime.triton_compat.versions import tried
 
@@ -70,7 +70,7 @@ def casts_fail(device: torch.device) -> str | None:
 def _triton_declines(problem: CastProblem) -> str | None:
     row, col = problem.format, problem.columnwise_format or problem.format
     for format in (row, col):
-        if format not in KERNEL_FORMATS:
+        if format not in CAST_FORMATS:
             return f"no kernels for format {format.name}"
     if row.scale_rounding != col.scale_rounding:
         return f"no kernels that round scales as both {row.name} and {col.name}"

@@ -25,7 +25,6 @@ from .gluon_words import (
 )
 from .numerics import divisor, method_for, scale_from_bits
 
-_PATCH_ROWS = 16
 _WORD_BYTES = 4
 _WORDS_OF_VECTOR = 4
 
@@ -72,7 +71,8 @@ def stack_of(x: Tensor) -> Stack:
 def _layouts(dtype, transposes, num_warps):
     """Return the layout of a block's words by row, and by column if it ``transposes``."""
     if transposes:
-        return patch_layouts(dtype, _PATCH_ROWS, 32 // _PATCH_ROWS, num_warps)[:2]
+        patch_rows = 16
+        return patch_layouts(dtype, patch_rows, 32 // patch_rows, num_warps)[:2]
     words = 128 // per_word(dtype)
     lanes = [128 // words, words // 4]
     return gl.BlockedLayout([1, 4], lanes, [num_warps, 1], [1, 0]), None

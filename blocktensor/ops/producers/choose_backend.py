@@ -14,18 +14,22 @@ from ..cast.choose_backend import CAST_BACKENDS, CastProblem
 from ..formats import BlockFormat
 from ..registry import Backend, Choice, first_choice
 from . import reference
+from .activations import ACTIVATIONS, ActivationName
 
 
 @dataclass(frozen=True)
 class ProducerProblem:
-    """The sources of a producer, and the formats of the forms that it writes."""
+    """An activation, the sources of a producer, and the formats of the forms that it writes."""
 
+    activation: ActivationName
     sources: tuple[Tensor, ...]
     rowwise: BlockFormat | None
     columnwise: BlockFormat | None
 
 
 def _declines(of_cast: Backend[CastProblem], problem: ProducerProblem) -> str | None:
+    if ACTIVATIONS[problem.activation].ptx is None:
+        return f"has no PTX of {problem.activation}"
     formats = [format for format in (problem.rowwise, problem.columnwise) if format is not None]
     of_bf16 = problem.sources[0].dtype == torch.bfloat16
     if of_cast.name == "triton" and len(problem.sources) > 2 and not of_bf16:
@@ -71,8 +75,11 @@ PRODUCER_BACKENDS: tuple[Backend[ProducerProblem], ...] = (
 
 
 def producer_backend(
-    sources: tuple[Tensor, ...], rowwise: BlockFormat | None, columnwise: BlockFormat | None
+    activation: ActivationName,
+    sources: tuple[Tensor, ...],
+    rowwise: BlockFormat | None,
+    columnwise: BlockFormat | None,
 ) -> Choice[ProducerProblem]:
     """Choose the backend that computes forms from ``sources``."""
-    problem = ProducerProblem(sources, rowwise, columnwise)
+    problem = ProducerProblem(activation, sources, rowwise, columnwise)
     return first_choice(PRODUCER_BACKENDS, problem, sources[0].device)

@@ -13,6 +13,8 @@ from torch import Tensor
 from ..cast.producer import Forms, Producer, empty_forms, halves
 from ..cast.triton_cast import is_awkward, plan_1x128
 from ..formats import BlockFormat
+from .activations import ActivationName
+from .ptx import word_ptx
 from .triton_activation import tile_of_elements
 
 
@@ -25,7 +27,7 @@ def _launch(
     second: Forms | None = None,
     widths: int = 1,
 ) -> None:
-    """Compute the activation of ``detail`` from the sources, and cast the result."""
+    """Compute the PTX of ``detail`` from the sources, and cast the result."""
     x, *more = sources
     row, col = forms
     if in_words and col is not None:  # rowwise forms alone are no faster on words
@@ -47,6 +49,12 @@ def _launch(
     plan_1x128(x, row, col, offs, producer=producer)()
 
 
+def _of_gradients(activation: ActivationName, gate: Tensor) -> tuple[str, str]:
+    """Return the PTX of the gradients of gate and of up."""
+    of_gate = word_ptx(activation, "gated gradient", gate.dtype)
+    return of_gate, word_ptx(activation, "gated beside", gate.dtype)
+
+
 def _only(forms: Forms, part: int) -> Forms:
     return (forms[0], None) if part == 0 else (None, forms[1])
 
@@ -65,14 +73,15 @@ class Kernels:
         self,
         gate: Tensor,
         up: Tensor,
-        activation: str,
+        activation: ActivationName,
         rowwise: BlockFormat | None,
         columnwise: BlockFormat | None,
         offs: Tensor | None = None,
     ) -> Forms:
         """See :func:`blocktensor.ops.producers.reference.gated`."""
         made = empty_forms(gate, offs, rowwise, columnwise)
-        _launch(self.in_words, (activation, "gated"), (gate, up), offs, made)
+        detail = word_ptx(activation, "gated", gate.dtype), None
+        _launch(self.in_words, detail, (gate, up), offs, made)
         return made
 
     def gated_backward(
@@ -80,7 +89,7 @@ class Kernels:
         grad: Tensor,
         gate: Tensor,
         up: Tensor,
-        activation: str,
+        activation: ActivationName,
         rowwise: BlockFormat | None,
         columnwise: BlockFormat | None,
         offs: Tensor | None = None,
@@ -89,7 +98,7 @@ class Kernels:
         """See :func:`blocktensor.ops.producers.reference.gated_backward`."""
         of_gate = empty_forms(gate, offs, rowwise, columnwise)
         second = empty_forms(gate, offs, rowwise, columnwise) if of_up else None
-        detail = activation, "gated gradient"
+        detail = _of_gradients(activation, gate)
         _launch(self.in_words, detail, (gate, grad, up), offs, of_gate, second)
         return of_gate, second or (None, None)
 
@@ -97,7 +106,7 @@ class Kernels:
         self,
         grad: Tensor,
         gate_up: Tensor,
-        activation: str,
+        activation: ActivationName,
         rowwise: BlockFormat | None,
         columnwise: BlockFormat | None,
         offs: Tensor | None = None,
@@ -105,7 +114,7 @@ class Kernels:
         """See :func:`~blocktensor.ops.producers.reference.joint_gated_backward`; whole blocks."""
         made = empty_forms(gate_up, offs, rowwise, columnwise)
         gate, up = gate_up.chunk(2, -1)
-        detail = activation, "gated gradient"
+        detail = _of_gradients(activation, gate)
         _launch(self.in_words, detail, (gate, grad, up), offs, *halves(made), widths=2)
         return made
 

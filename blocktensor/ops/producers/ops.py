@@ -8,7 +8,7 @@ the sources, then the result is cast.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
 
@@ -18,9 +18,8 @@ from ..formats import BLOCK, BlockFormat
 from ..op import op, runner
 from ..registry import Backend
 from . import reference
+from .activations import ActivationName
 from .choose_backend import producer_backend
-
-ActivationName = Literal["silu", "gelu", "gelu_tanh", "relu2"]
 
 
 def _check(rowwise: BlockFormat | None, offs: Tensor | None, *sources: Tensor) -> None:
@@ -34,13 +33,16 @@ def _check(rowwise: BlockFormat | None, offs: Tensor | None, *sources: Tensor) -
 
 
 def _backend(
-    rowwise: BlockFormat | None, columnwise: BlockFormat | None, *sources: Tensor
+    activation: ActivationName,
+    rowwise: BlockFormat | None,
+    columnwise: BlockFormat | None,
+    *sources: Tensor,
 ) -> Backend[Any]:
-    return producer_backend(sources, rowwise, columnwise).backend
+    return producer_backend(activation, sources, rowwise, columnwise).backend
 
 
 @op(
-    lambda gate, up, _, row, col, offs: _backend(row, col, gate, up),
+    lambda gate, up, act, row, col, offs: _backend(act, row, col, gate, up),
     check=lambda gate, up, _, row, col, offs: _check(row, offs, gate, up),
     formats=lambda gate, up, _, row, col, offs: (row, col),
 )
@@ -60,7 +62,7 @@ def gated(
     Args:
         gate: ``[T, I]`` bf16, fp16 or fp32, with any strides.
         up: the same.
-        activation: "silu", "gelu" (by erf), "gelu_tanh" or "relu2" (the square of relu).
+        activation: a name in ``activations.ACTIVATIONS``.
         rowwise: format of the rowwise form, with blocks of one row; None for no rowwise form.
         columnwise: format of the columnwise form; None for no columnwise form.
         offs: int32 ``[E]``, ends of groups of rows. Columnwise blocks then begin anew in every
@@ -75,7 +77,7 @@ def gated(
 
 
 @op(
-    lambda grad, gate, up, _, row, col, *rest: _backend(row, col, grad, gate, up),
+    lambda grad, gate, up, act, row, col, *rest: _backend(act, row, col, grad, gate, up),
     check=lambda grad, gate, up, _, row, col, offs, *rest: _check(row, offs, gate, up, grad),
     formats=lambda grad, gate, up, _, row, col, offs, of_up: (
         (row, col),
@@ -116,14 +118,14 @@ def gated_backward(
 def _decide_joint(
     grad: Tensor,
     gate_up: Tensor,
-    activation: str,
+    activation: ActivationName,
     rowwise: BlockFormat | None,
     columnwise: BlockFormat | None,
     offs: Tensor | None,
 ) -> Callable[..., Forms]:
     if grad.shape[1] % BLOCK:  # a block has columns of both
         return reference.joint_gated_backward
-    backend = _backend(rowwise, columnwise, grad, *gate_up.chunk(2, -1))
+    backend = _backend(activation, rowwise, columnwise, grad, *gate_up.chunk(2, -1))
     return runner(backend, "joint_gated_backward")
 
 

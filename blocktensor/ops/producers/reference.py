@@ -7,48 +7,13 @@ it calls the casts of ``ops/cast/``, which equal the reference's.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from ..cast import ops
 from ..cast.producer import Forms
 from ..formats import BlockFormat
-
-aten = torch.ops.aten
-
-
-@dataclass(frozen=True)
-class Activation:
-    """An elementwise function as eager mode computes it.
-
-    Attributes:
-        value: computes the activation of the input.
-        gradient: computes the gradient of the input from the gradient of the value and the input,
-            as autograd does.
-    """
-
-    value: Callable[[Tensor], Tensor]
-    gradient: Callable[[Tensor, Tensor], Tensor]
-
-
-def _relu2_gradient(grad: Tensor, x: Tensor) -> Tensor:
-    root = aten.relu(x)
-    return aten.threshold_backward(grad * (2 * root), root, 0)
-
-
-ACTIVATIONS = {
-    "silu": Activation(aten.silu, aten.silu_backward),
-    "gelu": Activation(aten.gelu, aten.gelu_backward),
-    "gelu_tanh": Activation(
-        lambda x: aten.gelu(x, approximate="tanh"),
-        lambda grad, x: aten.gelu_backward(grad, x, approximate="tanh"),
-    ),
-    "relu2": Activation(lambda x: aten.relu(x).square(), _relu2_gradient),
-}
-"""All activations, by name; "gelu" is by erf, "relu2" is the square of relu."""
+from .activations import ACTIVATIONS, ActivationName
 
 
 def _forms(
@@ -62,7 +27,7 @@ def _forms(
 def gated(
     gate: Tensor,
     up: Tensor,
-    activation: str,
+    activation: ActivationName,
     rowwise: BlockFormat | None,
     columnwise: BlockFormat | None,
     offs: Tensor | None = None,
@@ -78,7 +43,7 @@ def gated_backward(
     grad: Tensor,
     gate: Tensor,
     up: Tensor,
-    activation: str,
+    activation: ActivationName,
     rowwise: BlockFormat | None,
     columnwise: BlockFormat | None,
     offs: Tensor | None = None,
@@ -98,7 +63,7 @@ def gated_backward(
 def joint_gated_backward(
     grad: Tensor,
     gate_up: Tensor,
-    activation: str,
+    activation: ActivationName,
     rowwise: BlockFormat | None,
     columnwise: BlockFormat | None,
     offs: Tensor | None = None,
@@ -109,7 +74,9 @@ def joint_gated_backward(
     return _forms(both, offs, rowwise, columnwise)
 
 
-def gradients(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+def gradients(
+    grad: Tensor, gate: Tensor, up: Tensor, activation: ActivationName
+) -> tuple[Tensor, Tensor]:
     """Return the gradients of ``gate`` and ``up`` in high precision, from the gradient of h."""
     act = ACTIVATIONS[activation]
     return act.gradient(grad * up, gate), grad * act.value(gate)

@@ -19,6 +19,7 @@ from torch.nn.parameter import is_lazy
 from ...conversion.convert import convert
 from ...conversion.plan import heads_of
 from ...conversion.report import ALREADY
+from ...fusion.layer_names import GATED_MLPS
 from ...fusion.norm import linears_of
 from ...model.matrix import Matrix, matrices_of
 from ...model.weights import experts_per_token, is_linear
@@ -32,9 +33,9 @@ VALUE = {"v", "v_proj", "wv", "value", "to_v"}
 QKV = {"qkv", "qkv_proj", "c_attn", "query_key_value", "Wqkv"}
 LATENT = {"kv_b_proj", "wkv_b"}
 OUTPUT = {"o", "o_proj", "wo", "out_proj", "c_proj", "dense", "to_out", "proj"}
-GATE, UP = {"gate", "gate_proj", "w1"}, {"up", "up_proj", "w3"}
-JOINT = {"gate_up", "gate_up_proj", "mlp1_weight"}
-DOWN = {"down", "down_proj", "w2", "c_proj", "fc2", "fc_out", "dense_4h_to_h", "mlp2_weight"}
+GATE, UP = ({names[i] for names in GATED_MLPS if names[0] != names[1]} for i in range(2))
+JOINT = {"gate_up", "mlp1_weight", *(names[0] for names in GATED_MLPS if names[0] == names[1])}
+DOWN = {"c_proj", "fc2", "fc_out", "dense_4h_to_h", "mlp2_weight", *(x[2] for x in GATED_MLPS)}
 HEAD_NORMS = {"q_norm": "queries", "query_norm": "queries", "k_norm": "keys", "key_norm": "keys"}
 
 _TORCH_NORMS = (nn.RMSNorm, nn.LayerNorm, nn.GroupNorm)

@@ -14,6 +14,7 @@ from blocktensor.ops.formats import (
     ACTIVATION_FORMATS,
     BLOCKS_1X128,
     BLOCKS_128X128,
+    CAST_FORMATS,
     WEIGHT_FORMATS,
     BlockFormat,
     Quantized,
@@ -110,6 +111,14 @@ def test_parts_of_a_matrix(dtype: torch.dtype, power_of_two: bool) -> None:
                 kernels("triton").quantize_shard(part, larger, format, row, col),
                 reference.quantize_shard(part, larger, format, row, col),
             )
+
+
+@interpreted
+def test_kernels_round_scales_as_every_format_says_that_they_write() -> None:
+    x = values("normal", 130, 300, torch.bfloat16, Generator().manual_seed(0))
+    for format in CAST_FORMATS:
+        wanted = reference.quantize_rowwise(x, format)
+        assert_same_forms(kernels("triton").quantize_rowwise(x, format), wanted)
 
 
 def any_cast(shape: tuple[int, ...], format: BlockFormat, rng: Generator) -> Quantized:

@@ -15,7 +15,7 @@ from blocktensor.ops.formats import (
     BLOCKS_1X128,
     BLOCKS_128X128,
     BLOCKS_128X128_POW2,
-    KERNEL_FORMATS,
+    CAST_FORMATS,
     BlockFormat,
 )
 from blocktensor.ops.op import OPS
@@ -95,7 +95,7 @@ def test_who_casts(
 ) -> None:
     pretend((9, 0))
     x: Any = Fake(dtype, shape, stride)
-    for format in KERNEL_FORMATS:
+    for format in CAST_FORMATS:
         assert cast_backend(x, format).name == name
         choice = first_choice(CAST_BACKENDS, CastProblem(x, format), CUDA)
         assert (choice.name, choice.why, choice.others) == (name, "takes this problem", others)

@@ -90,7 +90,9 @@ def check_columnwise(x: Tensor, offs: Tensor, got: formats.Quantized) -> None:
     for inside in ranges(offs):
         group = x[inside].t()
         count = -(-group.shape[1] // 128)
-        data, scale = numeric.cast_by_blocks(group, got.format.block_shape, got.format.power_of_two)
+        data, scale = numeric.cast_by_blocks(
+            group, got.format.block_shape, got.format.scale_rounding
+        )
         of_group = got.data[:, 128 * first :][:, : 128 * count]
         assert_same(of_group[:, : group.shape[1]], torch.from_numpy(data).view(E4M3))
         tail = of_group[:, group.shape[1] :]

@@ -14,16 +14,17 @@ from torch.utils._pytree import tree_leaves
 from blocktensor.ops import reference as casts
 from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_128X128, Quantized
 from blocktensor.ops.producers import ops, reference
+from blocktensor.ops.producers.activations import ACTIVATIONS, ActivationName
 from blocktensor.ops.producers.choose_backend import (
     PRODUCER_BACKENDS,
     ProducerProblem,
     producer_backend,
 )
-from blocktensor.ops.producers.reference import ACTIVATIONS
 from blocktensor.ops.runtime import build_player
 from tests.support.casts import FORMATS, SIZES, Formats, kernels, three
 from tests.support.groups import ends, filled
 from tests.support.numeric import DTYPES, KINDS, assert_same_forms, values
+from tests.support.ptx import WITH_PTX
 
 pytest.importorskip("triton")
 
@@ -31,7 +32,7 @@ CUDA = torch.device("cuda")
 BF16, FP16, FP32 = DTYPES
 on_a_gpu = pytest.mark.gpu
 
-every_activation = pytest.mark.parametrize("activation", ACTIVATIONS)
+every_activation = pytest.mark.parametrize("activation", WITH_PTX)
 every_backend = pytest.mark.parametrize("name", ["triton", "gluon"])
 VIEWS = ("contiguous", "halves", "rows apart", "one row")
 
@@ -44,7 +45,7 @@ class Case(NamedTuple):
     formats: Formats
 
 
-def some_formats(activation: str, dtype: torch.dtype) -> Sequence[Formats]:
+def some_formats(activation: ActivationName, dtype: torch.dtype) -> Sequence[Formats]:
     """All formats for the usual activation in bf16, two for each other: they compile for long."""
     if (activation, dtype) == ("silu", BF16):
         return FORMATS
@@ -52,7 +53,7 @@ def some_formats(activation: str, dtype: torch.dtype) -> Sequence[Formats]:
     return FORMATS[turn % len(FORMATS)], FORMATS[(turn + 4) % len(FORMATS)]
 
 
-def cases(name: str, activation: str, dtype: torch.dtype, part: int) -> Iterator[Case]:
+def cases(name: str, activation: ActivationName, dtype: torch.dtype, part: int) -> Iterator[Case]:
     """Fifty cases that the backend takes; others for another part."""
     usual = [f for f in some_formats(activation, dtype) if f[1] or name == "triton"]
     unit = 8 if dtype != BF16 else 1 if name == "triton" else 2
@@ -82,9 +83,11 @@ def inputs(case: Case, dtype: torch.dtype, rng: Generator) -> tuple[Tensor, Tens
     return grad, gate, up
 
 
-def takes(name: str, sources: tuple[Tensor, ...], formats: Formats) -> bool:
+def takes(
+    name: str, activation: ActivationName, sources: tuple[Tensor, ...], formats: Formats
+) -> bool:
     backend = kernels(name, PRODUCER_BACKENDS).backend
-    return backend.declines(ProducerProblem(sources, *formats)) is None
+    return backend.declines(ProducerProblem(activation, sources, *formats)) is None
 
 
 def by_casts(h: Tensor, formats: Formats) -> tuple[Any, Any]:
@@ -98,7 +101,7 @@ def by_casts(h: Tensor, formats: Formats) -> tuple[Any, Any]:
 
 def check(
     name: str,
-    activation: str,
+    activation: ActivationName,
     sources: tuple[Tensor, Tensor, Tensor],
     formats: Formats,
     with_gradients: bool = True,
@@ -122,20 +125,20 @@ def check(
 @pytest.mark.parametrize("dtype", DTYPES)
 @every_activation
 @every_backend
-def test_bytes(name: str, activation: str, dtype: torch.dtype, part: int) -> None:
+def test_bytes(name: str, activation: ActivationName, dtype: torch.dtype, part: int) -> None:
     rng = Generator().manual_seed(part)
     for case in cases(name, activation, dtype, part):
         sources = inputs(case, dtype, rng)
         with_gradients = name == "gluon" or dtype == BF16  # they read three tensors
         taken = sources if with_gradients else sources[1:]
-        assert not case.cols or takes(name, taken, case.formats)
+        assert not case.cols or takes(name, activation, taken, case.formats)
         check(name, activation, sources, case.formats, with_gradients)
 
 
 @on_a_gpu
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @every_activation
-def test_every_gate(activation: str, dtype: torch.dtype, rng: Generator) -> None:
+def test_every_gate(activation: ActivationName, dtype: torch.dtype, rng: Generator) -> None:
     """All 65,536 numbers as the gate, each alone in its row: its scale shows its 16 bits."""
     gate = torch.arange(-(2**15), 2**15, device=CUDA).to(torch.int16).view(dtype)[:, None]
     grad = up = torch.ones_like(gate)
@@ -158,7 +161,7 @@ def filled_forms(made: Any, sizes: tuple[int, ...]) -> list[Any]:
 @on_a_gpu
 @every_activation
 @every_backend
-def test_groups(name: str, activation: str) -> None:
+def test_groups(name: str, activation: ActivationName) -> None:
     backend = kernels(name, PRODUCER_BACKENDS)
     for sizes in GROUPS:
         for spare, formats in ((0, FORMATS[0]), (3, FORMATS[1]), (3, FORMATS[2])):
@@ -176,7 +179,7 @@ def test_groups(name: str, activation: str) -> None:
 @on_a_gpu
 @every_activation
 @every_backend
-def test_joint_gradients(name: str, activation: str) -> None:
+def test_joint_gradients(name: str, activation: ActivationName) -> None:
     """Those of gate and up, cast side by side; rows in groups too."""
     joint = kernels(name, PRODUCER_BACKENDS).joint_gated_backward
     for rows, cols in ((0, 128), (1, 128), (127, 256), (300, 384), (129, 1152)):
@@ -206,7 +209,7 @@ def test_ops_repeat_recorded_launches() -> None:
     for seed in range(3):
         grad, gate, up = three(256, 576, seed=seed, device=CUDA)
         gate, up = torch.cat([gate, up], 1).chunk(2, 1)
-        assert producer_backend((grad, gate, up), *rest[1:]).name == "gluon"
+        assert producer_backend("silu", (grad, gate, up), *rest[1:]).name == "gluon"
         wide, *parts = three(256, 512, seed=seed, device=CUDA)
         calls = {
             "gated": (gate, up, *rest, None),

@@ -5,21 +5,21 @@ Their reference casts what autograd computes in eager mode, bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Generator, Tensor
+from torch import Generator
 
 from blocktensor.ops import reference as casts
 from blocktensor.ops.cast.producer import halves
 from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_128X128
 from blocktensor.ops.producers import ops, reference
+from blocktensor.ops.producers.activations import ACTIVATIONS, ActivationName
 from blocktensor.ops.producers.choose_backend import PRODUCER_BACKENDS, ProducerProblem
-from blocktensor.ops.producers.reference import ACTIVATIONS
 from tests.support.casts import FORMATS, Formats, kernels, three
+from tests.support.gated import EAGER
 from tests.support.groups import ends, filled
 from tests.support.numeric import DTYPES, assert_same_forms, values
 
@@ -66,27 +66,18 @@ EIGHTS = "reads fp16 and fp32 in whole vectors of eight elements"
 )
 def test_who_takes_which_layouts(name: str, sources: Any, reason: str | None) -> None:
     assert [backend.name for backend in PRODUCER_BACKENDS] == ["gluon", "triton", "reference"]
-    problem = ProducerProblem(sources, BLOCKS_1X128, BLOCKS_1X128)
+    problem = ProducerProblem("silu", sources, BLOCKS_1X128, BLOCKS_1X128)
     assert kernels(name, PRODUCER_BACKENDS).backend.declines(problem) == reason
-
-
-MODULES: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "relu2": lambda x: F.relu(x).square(),
-}
-"""As models write them."""
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_values_and_gradients_are_those_of_autograd(
-    activation: str, dtype: torch.dtype, rng: Generator
+    activation: ActivationName, dtype: torch.dtype, rng: Generator
 ) -> None:
     for kind in ("normal", "edges", "zeros"):
         grad, gate, up = (values(kind, 130, 300, dtype, rng) for _ in range(3))
-        h = MODULES[activation](gate.requires_grad_()) * up.requires_grad_()
+        h = EAGER[activation](gate.requires_grad_()) * up.requires_grad_()
         eager = torch.autograd.grad(h, (gate, up), grad)
         formats = BLOCKS_1X128, BLOCKS_128X128
         given = gate.detach(), up.detach(), activation, *formats

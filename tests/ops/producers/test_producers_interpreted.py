@@ -16,25 +16,24 @@ from torch import Tensor
 
 from blocktensor.ops import reference as casts
 from blocktensor.ops.formats import Quantized
-from blocktensor.ops.producers.reference import ACTIVATIONS
+from blocktensor.ops.producers.activations import ActivationName
+from blocktensor.ops.producers.ptx import Role, word_ptx
 from tests.support.casts import FORMATS, Formats, three
 from tests.support.groups import ends, filled, first
 from tests.support.interpreter import interpreted
 from tests.support.numeric import DTYPES, KINDS, assert_same_forms
-from tests.support.ptx import NAMES, U32, run
+from tests.support.ptx import U32, WITH_PTX, run
 
 BF16, FP16, FP32 = DTYPES
-every_activation = pytest.mark.parametrize("activation", ACTIVATIONS)
+every_activation = pytest.mark.parametrize("activation", WITH_PTX)
 
 
-def computed(activation: str, role: str, *sources: Tensor) -> Tensor:
+def computed(activation: ActivationName, role: Role, *sources: Tensor) -> Tensor:
     """What the PTX of a producer computes of tensors."""
-    from blocktensor.ops.producers.triton_activation import word_ptx
-
     x = sources[0]
     even = [torch.cat([s.flatten(), s.new_zeros(s.numel() % 2)]) for s in sources]
     words = [s.view(torch.int32).numpy().view(U32) for s in even]
-    made = run(word_ptx(activation, role, NAMES[x.dtype])[0], words, x.dtype)
+    made = run(word_ptx(activation, role, x.dtype), words, x.dtype)
     return torch.from_numpy(made.view(np.int32).copy()).view(x.dtype)[: x.numel()].view_as(x)
 
 
@@ -76,7 +75,7 @@ SHAPES = [(128, 256), (131, 136), (1, 8), (257, 128)]
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @every_activation
 @interpreted
-def test_gated(activation: str, dtype: torch.dtype) -> None:
+def test_gated(activation: ActivationName, dtype: torch.dtype) -> None:
     for i, formats in enumerate(FORMATS):
         kind = KINDS[i % len(KINDS)]
         _, gate, up = three(*SHAPES[i % len(SHAPES)], dtype, (kind, kind, "normal"), seed=i)
@@ -87,7 +86,7 @@ def test_gated(activation: str, dtype: torch.dtype) -> None:
 
 @every_activation
 @interpreted
-def test_gradients(activation: str) -> None:
+def test_gradients(activation: ActivationName) -> None:
     for i, formats in enumerate(FORMATS):
         sources = grad, gate, up = three(*SHAPES[i % len(SHAPES)], BF16, seed=i)
         of_gate = computed(activation, "gated gradient", gate, grad, up)
@@ -116,7 +115,7 @@ def test_groups(sizes: tuple[int, ...]) -> None:
 
 @every_activation
 @interpreted
-def test_joint_gradients(activation: str) -> None:
+def test_joint_gradients(activation: ActivationName) -> None:
     """Those of gate and up side by side, with rows in groups and without."""
     for sizes in (None, (70, 0, 60)):
         grad, gate, up = three(130, 256)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from blocktensor.fusion.layer_names import GATED_MLPS
 from blocktensor.reports.plan.describe import Attention, Mlp, describe
 from blocktensor.reports.plan.setup import Setup
 
@@ -117,6 +118,17 @@ def test_experts_in_a_list_get_their_share_of_tokens() -> None:
     (block,) = describe(model, SMALL).blocks
     assert {m.rows for m in block.matmuls} == {0.25}
     assert len(block.mlps) == 8
+
+
+@pytest.mark.parametrize("names", GATED_MLPS)
+def test_mlps_have_the_names_that_fuse_knows(names: tuple[str, str, str]) -> None:
+    gate, up, down = names
+    with torch.device("meta"):
+        layers = {name: nn.Linear(256, 512 * (1 + (gate == up))) for name in (gate, up)}
+        mlp = nn.ModuleDict(layers | {down: nn.Linear(512, 256)})
+        model = nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict({"mlp": mlp})])})
+    (block,) = describe(model, SMALL).blocks
+    assert block.mlps == (Mlp("mlp", 512, 256, 1.0, is_gated=True, is_stack=False),)
 
 
 def test_a_model_is_not_changed() -> None:
