@@ -49,9 +49,28 @@ def test_the_first_call_of_a_kind_makes_the_later_ones_known() -> None:
     assert y.grad_fn is not None and y.grad_fn.name() == "FP8LinearBackward"
 
 
+@pytest.mark.parametrize("shape", [(10,), (63,), (3, 3), (2, 3, 4)], ids=str)
+def test_rows_within_a_step_and_leading_dimensions_make_no_other_kind(shape: Any) -> None:
+    functional.linear(randn(9, K, grad=True), weight())
+    x, w, grad = randn(*shape, K, grad=True), weight(), randn(*shape, N, seed=1)
+    assert is_known(x, w)
+    y = functional.linear(x, w)
+    assert y.shape == (*shape, N)
+    found = torch.autograd.grad(y, (x, w), grad)
+    with watching(lambda *_: None):
+        wanted = functional.linear(x, w)
+    assert torch.equal(y, wanted)
+    with watching(lambda *_: None):
+        of_wanted = torch.autograd.grad(wanted, (x, w), grad)
+    assert [each.shape for each in found] == [x.shape, w.shape]
+    assert all(map(torch.equal, found, of_wanted))
+
+
 CHANGES: dict[str, Callable[[], tuple[Any, ...]]] = {
-    "another number of rows": lambda: (randn(10, K, grad=True), weight()),
-    "more dimensions": lambda: (randn(3, 3, K, grad=True), weight()),
+    "more rows than a step": lambda: (randn(65, K, grad=True), weight()),
+    "whole steps of rows": lambda: (randn(64, K, grad=True), weight()),
+    "as many rows as features": lambda: (randn(N, K, grad=True), weight(), randn(N)),
+    "rows that are not contiguous": lambda: (randn(3, K, 3, grad=True).mT, weight()),
     "strides": lambda: (randn(K, 9).t().requires_grad_(), weight()),
     "an input without gradient": lambda: (randn(9, K), weight()),
     "a weight without gradient": lambda: (randn(9, K, grad=True), weight(grad=False)),

@@ -229,7 +229,7 @@ def test_numbers_of_rows_are_read_at_every_call(of_tensor: bool) -> None:
         rows = Rows(len(x) if of_tensor else tokens)
         between, out = torch.empty(rows, 1), torch.empty(rows, 1)
         for source, made in ((x, between), (between, out)):
-            Launch(kernel, (1,), (source, y, made, rows, 3), {"FLAG": True}, {}, sized=made)()
+            Launch(kernel, (1,), (source, y, made, rows, 3), {"FLAG": True}, {}, sized=(made,))()
         return out
 
     kernel = Kernel(axpy_body, ["x", "y", "out", "count", "factor", "FLAG"])
@@ -249,7 +249,7 @@ def test_a_number_of_rows_that_no_argument_says_is_the_recorded_one() -> None:
     def sums(x: Quantized, y: Tensor) -> Tensor:
         rows, out = Rows(len(x.data)), torch.empty(len(x.data), 1)
         arguments = x.data, y, out, rows, 3
-        Launch(kernel, (1,), arguments, {"FLAG": True}, {}, sized=out)()
+        Launch(kernel, (1,), arguments, {"FLAG": True}, {}, sized=(out,))()
         return out
 
     kernel = Kernel(axpy_body, ["x", "y", "out", "count", "factor", "FLAG"])
@@ -268,7 +268,7 @@ def test_two_inner_tensors_grow_with_the_rows() -> None:
         rows = Rows(len(x))
         one, two, out = (torch.empty(rows, 1) for _ in range(3))
         for source, made in ((x, one), (one, two), (two, out)):
-            Launch(kernel, (1,), (source, y, made, rows, 3), {"FLAG": True}, {}, sized=made)()
+            Launch(kernel, (1,), (source, y, made, rows, 3), {"FLAG": True}, {}, sized=(made,))()
         return out
 
     kernel = Kernel(axpy_body, ["x", "y", "out", "count", "factor", "FLAG"])
