@@ -444,6 +444,4 @@ def _plan_anew(x: Tensor, x_again: Tensor | None, *operands: Any) -> GatedPlan:
     return plan_gated(offs, x, operands[:3], operands[3:6], activation, recompute, recipe)
 
 
-repeat = Repeated(
-    "FP8GatedMLPBackward", _plan_anew, _gradients_of_node, _forward, with_rows=(0, 1)
-)
+repeat = Repeated("FP8GatedMLPBackward", _plan_anew, _gradients_of_node, _forward, with_rows=(0, 1))
