@@ -53,10 +53,10 @@ def without_rows(args: tuple[Any, ...]) -> Any:
 
 
 def in_steps(args: tuple[Any, ...]) -> Any:
-    """Layouts of arguments of a sequence, with rows in steps of 64; whole steps are told apart."""
+    """Layouts of arguments of a sequence, with rows in steps of 64; whole steps are told apart, and few."""
     rows = args[0].numel() // args[0].shape[-1]
     found = layouts(args)
-    if rows % 64 == 0:
+    if rows < 64 or rows % 64 == 0:
         return found
     if args[0].is_contiguous():
         found[0][2], found[0][3] = [rows, args[0].shape[-1]], [args[0].shape[-1], 1]

@@ -120,8 +120,9 @@ struct Call {
       in_groups = is_tensor(args[i]) &&
           THPVariable_Unpack(args[i]).scalar_type() == at::kInt;
     }
-    in_steps = with_rows && !in_groups && rows > 0 && rows % kRowStep && is_tensor(args[0]) &&
-        is_matrix(THPVariable_Unpack(args[0]));
+    // Within the first step, more depends on the number of rows.
+    in_steps = with_rows && !in_groups && rows > kRowStep && rows % kRowStep &&
+        is_tensor(args[0]) && is_matrix(THPVariable_Unpack(args[0]));
     for (size_t i = 0; i < count && in_steps; ++i) {
       in_steps = (with_rows >> i & 1) || !has_size(args[i], rows);
     }

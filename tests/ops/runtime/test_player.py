@@ -199,7 +199,7 @@ def test_rows_of_the_arguments_that_have_them_count_in_steps(a: Any, b: Any) -> 
         return x.view(1, rows, 3) if leading else x, form if is_cast else None, w
 
     def kind(rows: int, leading: bool, features: int, is_cast: bool) -> Any:
-        if rows % 64 == 0 or rows == features:
+        if rows < 64 or rows % 64 == 0 or rows == features:
             return rows, leading, features, is_cast
         # the second part of the cast has other sizes
         return "steps", -(-rows // 64), features, is_cast and rows
