@@ -32,7 +32,14 @@ from ..ops.producers.ops import gated
 from ..ops.runtime.specialize import sequence
 from ..recipe import Recipe
 from ..tensor.weight import BlockwiseFP8Weight
-from .backward import FP8Function, Gradients, given_out, refuse_gradients, run_backward
+from .backward import (
+    FP8Function,
+    Gradients,
+    given_out,
+    in_shape,
+    refuse_gradients,
+    run_backward,
+)
 from .gated_forms import (
     DOWN,
     GATE,
@@ -131,11 +138,12 @@ class _State:
         given: which of the first operands are tensors, up to the bias of down.
         reads: how the weights of gate, up and down were read.
         counts: how many tensors were saved of the weights of gate and up.
+        x_shape: the shape of the input.
         held: the gradient of h that the input half of a split backward has computed, with the
             gradient of y and its version.
     """
 
-    __slots__ = ("counts", "given", "held", "plan", "reads")
+    __slots__ = ("counts", "given", "held", "plan", "reads", "x_shape")
 
     def __init__(
         self,
@@ -143,8 +151,10 @@ class _State:
         given: list[bool],
         reads: tuple[Any, ...],
         counts: tuple[int, int] = (0, 0),
+        x_shape: Sequence[int] = (),
     ) -> None:
         self.plan, self.given, self.reads, self.counts = plan, given, reads, counts
+        self.x_shape = x_shape
         self.held: Any = None
 
 
@@ -201,7 +211,7 @@ def _forward(
 
         y, x_col, h_col, gate, up = _fprop(x, read, biases, offs, plan)
     of_x, of_h = ((None, None) if form is None else form[:2] for form in (x_col, h_col))
-    state = _State(plan, given, tuple(reads), (len(saved[0]), len(saved[1])))
+    state = _State(plan, given, tuple(reads), (len(saved[0]), len(saved[1])), x.shape)
     return y, (offs, *of_x, *of_h, gate, up, *saved[0], *saved[1], *saved[2]), state
 
 
@@ -231,7 +241,7 @@ def _fprop(
     return product.fprop(h_row, read(DOWN), biases[DOWN], plan.down), x_col, h_col, gate, up
 
 
-@sequence
+@sequence(0)
 def _cast_and_fprop(x: Tensor, *others: Any) -> tuple[Any, ...]:
     """Cast the masters and run :func:`_fprop`; return also the columnwise forms of the weights.
 
@@ -247,7 +257,7 @@ def _cast_and_fprop(x: Tensor, *others: Any) -> tuple[Any, ...]:
     return *_fprop(x, read, others[3:6], *others[6:]), tuple(w_cols)
 
 
-@sequence
+@sequence(0, 3, 4)
 def _of_forms(grad: Tensor, *others: Any) -> Gradients:
     """Return the gradients of x and of all weights, from saved forms.
 
@@ -281,8 +291,13 @@ def _gradients_of_node(
 
 def _gradients(state: _State, saved: list[Any], grads: list[Any], asked: list[bool]) -> Gradients:
     """Return the gradients of the operands of :func:`_forward`, up to the bias of down."""
-    if not _may_repeat(state, saved[7:], grads[0], asked):
-        return _op_by_op(state, saved, grads, asked)
+    compute = _repeated if _may_repeat(state, saved[7:], grads[0], asked) else _op_by_op
+    dx, dx_again, *others = compute(state, saved, grads, asked)
+    return in_shape(dx, state.x_shape), in_shape(dx_again, state.x_shape), *others
+
+
+def _repeated(state: _State, saved: list[Any], grads: list[Any], asked: list[bool]) -> Gradients:
+    """Return the gradients by a recorded sequence; of x, as matrices."""
     plan = state.plan
     formats: Any = (plan.x_columnwise, plan.down.x_columnwise)
     offs, *forms, gate, up = saved[:7]
@@ -310,7 +325,10 @@ def _may_repeat(state: _State, weights: list[Any], grad: Tensor | None, asked: l
 def _op_by_op(
     state: _State, saved: list[Any], grads: list[Any], asked: Sequence[bool]
 ) -> Gradients:
-    """Return the gradients that are asked for; free each tensor after its last read."""
+    """Return the gradients that are asked for; free each tensor after its last read.
+
+    Those of x are matrices.
+    """
     plan = state.plan
     grad: Tensor | None = grads.pop()
     of_down: Any = state.reads[2]
@@ -426,4 +444,4 @@ def _plan_anew(x: Tensor, x_again: Tensor | None, *operands: Any) -> GatedPlan:
     return plan_gated(offs, x, operands[:3], operands[3:6], activation, recompute, recipe)
 
 
-repeat = Repeated("FP8GatedMLPBackward", _plan_anew, _gradients_of_node, _forward)
+repeat = Repeated("FP8GatedMLPBackward", _plan_anew, _gradients_of_node, _forward, with_rows=(0, 1))

@@ -22,7 +22,14 @@ from ..tensor.arithmetic import is_arithmetic
 from ..tensor.base import MasterBase, readable
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
-from .backward import FP8Function, Gradients, given_out, refuse_gradients, run_backward
+from .backward import (
+    FP8Function,
+    Gradients,
+    given_out,
+    in_shape,
+    refuse_gradients,
+    run_backward,
+)
 from .plan import Plan, autocast_dtype, plan_matmul
 from .products import DENSE, Dense, Grouped, Saved, product_of, saved_of
 from .repeat import Repeated
@@ -184,7 +191,7 @@ class FP8Linear(FP8Function):
         product: Dense | None,
         *cast: Tensor,
     ) -> Tensor:
-        ctx.plan, ctx.product, ctx.casts = plan, product, len(cast)
+        ctx.plan, ctx.product, ctx.casts, ctx.x_shape = plan, product, len(cast), x.shape
         p = (DENSE if offs is None else Grouped(offs, x.shape[0])) if product is None else product
         # collectives run while the weight is cast
         begun = None if product is None else p.input(x, plan)
@@ -219,7 +226,7 @@ def _given(x: Tensor, cast: tuple[Tensor, ...], plan: Plan) -> tuple[Quantized, 
     return x_row, saved_of(x, x_col, plan)
 
 
-@sequence
+@sequence(0, 1)
 def _fprop(
     x: Tensor,
     x_row: Quantized | None,
@@ -241,7 +248,7 @@ def _fprop(
     return product.fprop(x_row, w, bias, plan), x_col, w_col
 
 
-@sequence
+@sequence(0)
 def _dgrad_and_wgrad(
     grad: Tensor, x: Quantized, w: Quantized, offs: Tensor | None, plan: Plan
 ) -> tuple[Tensor, Tensor]:
@@ -256,14 +263,17 @@ def _gradients_of_context(
     ctx: Any, saved: list[Any], grads: list[Any], asked: list[bool]
 ) -> Gradients:
     """Return a gradient for each argument of :meth:`FP8Linear.forward`."""
-    made = _gradients(ctx.plan, ctx.weight, ctx.product, saved, grads, asked)
-    return *made, *(None,) * (3 + ctx.casts)
+    dx, *made = _gradients(ctx.plan, ctx.weight, ctx.product, saved, grads, asked)
+    return in_shape(dx, ctx.x_shape), *made, *(None,) * (3 + ctx.casts)
 
 
 def _gradients_of_node(
     plan: Plan, read: SavedWeight, saved: list[Any], grads: list[Any], asked: list[bool]
 ) -> Gradients:
-    """Return the gradients of x, w and the bias for the node that ``repeat.py`` makes."""
+    """Return the gradients of x, w and the bias for the node that ``repeat.py`` makes.
+
+    The node gives the gradient of x, ``[M, K]``, the shape of x.
+    """
     refuse_gradients(grads)
     with torch._C.DisableTorchFunctionSubclass():
         return _gradients(plan, read, None, saved, grads, asked)
@@ -277,7 +287,7 @@ def _gradients(
     grads: list[Any],
     asked: Sequence[bool],
 ) -> Gradients:
-    """Return the gradients of x, w and the bias.
+    """Return the gradients of x as a matrix, w and the bias.
 
     Args:
         plan: of the matmul.
@@ -333,6 +343,7 @@ repeat = Repeated(
     lambda x, w, bias, offs, recipe: Plan(x, w, bias, recipe, offs),
     _gradients_of_node,
     shared_forms=_shared_forms,
+    with_rows=(0,),
 )
 
 

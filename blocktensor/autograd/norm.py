@@ -83,7 +83,7 @@ def normed(x: Tensor, weight: Tensor, eps: float, kind: NormKind) -> Tensor:
     if known is not None:
         return known
     made: Tensor = _RMSNorm.apply(*operands)
-    return given_out(made, made.shape)
+    return given_out(made, x.shape)
 
 
 class _Choices(NamedTuple):
@@ -110,8 +110,8 @@ class _RMSNorm(FP8Function):
 def _forward(
     choices: _Choices, x: Tensor, weight: Tensor, *_: object
 ) -> tuple[Tensor, Sequence[Tensor], None]:
-    """Return the norm, the tensors to save, and no state."""
-    y, rstd = normalized(x, weight, choices.eps, choices.kind)
+    """Return the norm, the tensors to save, and no state; of contiguous rows, as matrices."""
+    y, rstd = normalized(_matrix(x), weight, choices.eps, choices.kind)
     return y, (x, rstd, weight), None
 
 
@@ -137,7 +137,16 @@ def _gradients(
     grad = grads.pop()
     if grad is None:
         return None, None
-    return gradients(grad, x, rstd, weight, choices.kind, *asked)
+    dx, dw = gradients(grad, _matrix(x), rstd, weight, choices.kind, *asked)
+    return None if dx is None else dx.view(x.shape), dw
+
+
+def _matrix(x: Tensor) -> Tensor:
+    """Return the rows of x as a matrix, of which calls with other numbers of rows repeat one.
+
+    The results of torch's ops have the layout of their operands, so other layouts stay.
+    """
+    return x.flatten(0, -2) if x.ndim > 2 and x.is_contiguous() else x
 
 
 repeat = Repeated(
@@ -145,4 +154,5 @@ repeat = Repeated(
     lambda x, weight, eps, kind: _Choices(eps, kind),
     _gradients_of_node,
     _forward,
+    with_rows=(0,),
 )

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from ..ops import checks
-from ..ops.formats import group_rows
+from ..ops.formats import group_rows, padded_rows
 from ..ops.linear_layer import ops
 from ..ops.runtime import check_recordings
 from ..ops.runtime.launch import this_thread
@@ -53,7 +53,6 @@ class Plan:
         casts_x: True if autocast changes the dtype of x.
         needs: whether gradients of x and of w may be wanted.
         tracing: True while a compiler traces.
-        x_shape: of the input; for rows in groups, with the rows that casts add.
         x_dtype, w_dtype, bias_dtype: of the operands; None without a bias.
         are_tensors: which of x, w, the bias and ``offs`` are tensors.
         casts_weight: True if the recorded forward also casts the weight.
@@ -107,7 +106,6 @@ class Plan:
             or type(inner(x)) not in PLAIN
             or type(inner(w)) not in PLAIN
         )
-        self.x_shape = x.shape if offs is None else _shape_in_steps(x)
         self.x_dtype = out_dtype if self.casts_x else x.dtype
         self.w_dtype = w.dtype
         self.bias_dtype = None if bias is None else bias.dtype
@@ -124,7 +122,7 @@ class Plan:
             and not w.transposed
             and w.numel() <= ONE_READ_BYTES
         )
-        self.records_backward = records and _is_small(self.x_shape, w) and not self.saves_x
+        self.records_backward = records and not self.saves_x and _is_small(x, w, offs)
 
 
 def plan_matmul(
@@ -153,9 +151,9 @@ def _key(
 ) -> Hashable | None:
     """Return all that the plan of an eager call depends on; None if each call needs its own plan.
 
-    A plan depends on no addresses, and on no strides except of a stack. Recorded launches, which
-    do, have their own keys (:func:`~..ops.runtime.specialize.key_of`). ``check_recordings.py``
-    compares plans.
+    A plan depends on no addresses, on no strides except of a stack, and on the number of rows in
+    steps. Recorded launches, which depend on more, have their own keys
+    (:func:`~..ops.runtime.specialize.key_of`). ``check_recordings.py`` compares plans.
 
     Raises:
         NotImplementedError: nested tensors, ``torch.jit.trace`` and ``torch.func``.
@@ -186,7 +184,7 @@ def _key(
     else:
         weight_key = w.format, w.recipe.wgrad_input, w.recipe.batch_invariant
     return (  # every eager call builds it
-        x.shape if offs is None else _shape_in_steps(x),
+        (_in_steps(x, offs), x.shape[-1:], x.ndim),
         (x.dtype, x.device, x.requires_grad),
         (*x.formats, x.columnwise_data is None, x.source is None)
         if isinstance(x, BlockwiseFP8Tensor)
@@ -251,16 +249,17 @@ def inner(x: Any) -> Tensor:
     return plain
 
 
-def _shape_in_steps(x: Tensor) -> Sequence[int]:
-    """Return the shape of the rowwise cast of ``x[T, K]`` in groups, whose rows are rounded up."""
-    if x.ndim != 2 or isinstance(x, BlockwiseFP8Tensor):
-        return x.shape
-    return group_rows(x.shape[0]), x.shape[1]
+def _in_steps(x: Tensor, offs: Tensor | None) -> int:
+    """Return the rows of ``x[..., K]``, rounded up to the step of recorded calls."""
+    rows = math.prod(x.shape[:-1])
+    if isinstance(x, BlockwiseFP8Tensor):
+        return rows
+    return padded_rows(rows) if offs is None else group_rows(rows)
 
 
-def _is_small(x_shape: Sequence[int], w: Tensor) -> bool:
-    x_rows, largest = math.prod(x_shape[:-1]), LARGE_BYTES // 2
-    return 0 < x_rows * w.shape[-2] < largest and 0 < w.numel() < largest
+def _is_small(x: Tensor, w: Tensor, offs: Tensor | None) -> bool:
+    largest = LARGE_BYTES // 2
+    return 0 < _in_steps(x, offs) * w.shape[-2] < largest and 0 < w.numel() < largest
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:

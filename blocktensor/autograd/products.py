@@ -146,8 +146,8 @@ class Dense:
         return wgrad_in_high_precision(g, x, plan.w_dtype)
 
     def finish(self, dx: Any, dbias: Any, plan: Plan) -> tuple[Tensor | None, Tensor | None]:
-        """Return the gradients of x and of the bias, from the results of dgrad and dbias."""
-        return dx if dx is None or len(plan.x_shape) == 2 else dx.view(plan.x_shape), dbias
+        """Return the gradients of x ``[M, K]`` and of the bias, from results of dgrad and dbias."""
+        return dx, dbias
 
 
 def saved_of(x: Tensor, x_col: Quantized | None, plan: Plan) -> Saved:

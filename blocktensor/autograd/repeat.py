@@ -15,7 +15,7 @@ from torch import Tensor
 from ..ops.formats import Quantized
 from ..ops.runtime import build_player, check_recordings
 from ..ops.runtime.launch import this_thread as of_launches
-from ..ops.runtime.specialize import MAX_KEYS, Sequence
+from ..ops.runtime.specialize import MAX_KEYS, Sequence, bits_of
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
 from . import shared_cast
@@ -37,6 +37,7 @@ class Repeated:
             it, the layer is a linear layer: its operands are x, w, the bias, ``offs`` and the
             recipe, its sequences are given to :meth:`remember`, and its state is how forward has
             read the weight.
+        with_rows: the places of operands that have the number of rows of a call.
         shared_forms: of linear layers: given a run of a module that shares casts, x, ``offs`` and a
             plan, returns the rowwise and the columnwise form of x, or None.
 
@@ -44,7 +45,7 @@ class Repeated:
         table: the ``Layer`` of ``player.cpp``; None before the first call that may be repeated.
     """
 
-    __slots__ = ("_forward", "_gradients", "_name", "_plan", "_shared_forms", "table")
+    __slots__ = ("_forward", "_gradients", "_name", "_plan", "_shared_forms", "_with_rows", "table")
 
     def __init__(
         self,
@@ -53,8 +54,9 @@ class Repeated:
         gradients: Callable[..., Any],
         forward: Callable[..., Any] | None = None,
         shared_forms: Callable[..., Any] | None = None,
+        with_rows: tuple[int, ...] = (),
     ) -> None:
-        self._name, self._plan = name, plan
+        self._name, self._plan, self._with_rows = name, plan, with_rows
         self._gradients, self._forward = gradients, forward
         self._shared_forms = shared_forms
         self.table: Any = None
@@ -102,6 +104,7 @@ class Repeated:
                 hold_cast,
                 read_weight,
                 self._shared_forms,
+                bits_of(self._with_rows),
             )
         tables = [x and x.table.table_of(player) for x in (fprop, backward)]
         self.table.put(operands, plan, *tables)

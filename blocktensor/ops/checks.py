@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from torch import Tensor, dtype, finfo, float16, float32, int32, where
 from torch import bfloat16 as bf16
 
-from .formats import ROUNDINGS, BlockFormat, Quantized
-from .scale_layouts import padded_to_vectors
+from .formats import ROUNDINGS, BlockFormat, Quantized, padded_rows
 
 HIGH_PRECISION = (bf16, float16, float32)
 
@@ -110,7 +109,7 @@ def gemm_operands(a: Quantized, b: Quantized, bias: Tensor | None = None, b_ndim
             data.device == scale.device == device,
         )
     # columnwise casts are filled up with zeros
-    fit(padded_to_vectors(a.data.shape[-1]) == padded_to_vectors(b.data.shape[-1]))
+    fit(padded_rows(a.data.shape[-1]) == padded_rows(b.data.shape[-1]))
     fit(bias is None or (bias.shape, bias.device) == (b.data.shape[:-1], device))
 
 

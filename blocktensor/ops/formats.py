@@ -61,6 +61,19 @@ def num_blocks(size: int) -> int:
     return ceil_div(size, BLOCK)
 
 
+ROW_STEP = 64
+"""Layouts of casts are the same for all numbers of rows that round up to a multiple of this number.
+
+A recorded call then serves all of them (``ops/runtime/record.py``). The heights of tiles are
+multiples of it.
+"""
+
+
+def padded_rows(rows: int) -> int:
+    """Return ``rows`` rounded up to ``ROW_STEP``."""
+    return ceil_div(rows, ROW_STEP) * ROW_STEP
+
+
 GROUP_STEP = 256
 """Casts of rows in groups have a multiple of this number of rows, so that few sizes occur."""
 

@@ -124,10 +124,16 @@ def runner(backend: Backend[Any], name: str) -> Callable[..., Any]:
 
 
 def unregistered(
-    reference: Callable[..., Any], backend: Callable[..., Backend[Any]]
+    reference: Callable[..., Any],
+    backend: Callable[..., Backend[Any]],
+    with_rows: tuple[int, ...] = (),
 ) -> Specialized:
-    """Return a reference that runs on its backend; compilers see the ops of the reference."""
-    return Specialized(lambda *args: runner(backend(*args), reference.__name__), reference)
+    """Return a reference that runs on its backend; compilers see the ops of the reference.
+
+    ``with_rows``: see :class:`~.runtime.specialize.Specialized`.
+    """
+    decide = lambda *args: runner(backend(*args), reference.__name__)  # noqa: E731
+    return Specialized(decide, reference, with_rows)
 
 
 def _called(fake: Callable[P, R], table: Specialized) -> Callable[P, R]:

@@ -1,15 +1,15 @@
 """Define the memory layouts of FP8 data and scales: only this file decides strides and padding.
 
 Data is contiguous. A columnwise cast of an activation or gradient ends in zeros, as if x had more
-rows of zeros: ``[K, M]`` has M rounded up to whole 16-byte vectors (:func:`columnwise_width`). So
-casts store whole vectors and GEMMs read rows without a copy, for any number of tokens M. The zeros
-add nothing to a contraction, and there are no additional blocks. The columnwise form of a weight is
-the transpose of its rowwise form, not a cast, and has no zeros.
+rows of zeros: ``[K, M]`` has M rounded up to a multiple of 64 (:func:`columnwise_width`). So casts
+store whole vectors and GEMMs read rows without a copy, for any number of tokens M. The zeros add
+nothing to a contraction, and there are no additional blocks. The columnwise form of a weight is the
+transpose of its rowwise form, not a cast, and has no zeros.
 
 There are two layouts of scales, which TMA and cuBLAS can read without a copy:
 
 - blocks of one row: logical ``[R, C/cols]``, **column-major**, leading dimension padded to a
-  multiple of 4 (16-byte strides);
+  multiple of 64 (TMA needs 16-byte strides; with more, few strides occur);
 - blocks of several rows: logical ``[..., R/rows, C/cols]``, row-major, row stride padded to a
   multiple of 4; in a columnwise cast, to the first multiple beyond ``C/cols``.
 
@@ -23,7 +23,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .formats import BlockFormat, Quantized, ceil_div, group_columns
+from .formats import ROW_STEP, BlockFormat, Quantized, ceil_div, group_columns, padded_rows
 
 VECTOR_BYTES = 16
 """TMA addresses rows, and kernels load them, in units of this number of bytes."""
@@ -36,6 +36,8 @@ def padded_to_vectors(size: int) -> int:
 
 def columnwise_width(tokens: int, format: BlockFormat) -> int:
     """Return the columns of the columnwise cast of ``tokens`` rows; zeros follow the tokens."""
+    if format.cols % ROW_STEP == 0:
+        return padded_rows(tokens)
     return padded_to_vectors(tokens) if format.cols % VECTOR_BYTES == 0 else tokens
 
 
@@ -52,7 +54,7 @@ def empty_scale(shape: Sequence[int], format: BlockFormat, device: torch.device)
         if not isinstance(cols, int):  # symbolic, while tracing: the same strides without a branch
             return buffer.as_strided((*lead, rows, cols), buffer.stride())
         return buffer if cols % 4 == 0 else buffer[..., :cols]
-    padded = pad4(rows)
+    padded = padded_rows(rows)
     if not isinstance(rows, int):  # symbolic, as above
         return torch.empty_strided((rows, cols), (1, padded), dtype=torch.float32, device=device)
     if padded == rows:  # one call instead of three, to save host time
@@ -63,9 +65,10 @@ def empty_scale(shape: Sequence[int], format: BlockFormat, device: torch.device)
 def scale_of_lines(lines: Tensor) -> Tensor:
     """Return scales ``[R, blocks]`` of blocks of one row, of the contiguous ``[blocks, R]``."""
     rows = lines.shape[1]
-    if type(rows) is int and rows % 4 == 0:  # symbolic while tracing: the same without a branch
+    padded = padded_rows(rows)
+    if type(rows) is int and padded == rows:  # symbolic while tracing: the same without a branch
         return lines.t()
-    return torch.nn.functional.pad(lines, (0, pad4(rows) - rows)).t()[:rows]
+    return torch.nn.functional.pad(lines, (0, padded - rows)).t()[:rows]
 
 
 def empty_quantized(shape: Sequence[int], format: BlockFormat, device: torch.device) -> Quantized:
@@ -155,10 +158,14 @@ def stacked_scale(scale: Tensor) -> Tensor:
     return made[..., :cols].copy_(scale)
 
 
-def in_vectors(data: Tensor) -> Tensor:
-    """Return ``data[R, K]`` in rows of whole 16-byte vectors, zero-padded; copied if needed."""
+def in_vectors(data: Tensor, least: int = 0) -> Tensor:
+    """Return ``data[R, K]`` in rows of whole 16-byte vectors, zero-padded; copied if needed.
+
+    ``least``: the least number of columns, if there are fewer now.
+    """
     k = data.shape[1]
-    if k % VECTOR_BYTES:
+    wanted = max(padded_to_vectors(k), padded_to_vectors(least))
+    if k != wanted:
         as_bytes = data.view(torch.uint8)
-        return torch.nn.functional.pad(as_bytes, (0, -k % VECTOR_BYTES)).view(data.dtype)
+        return torch.nn.functional.pad(as_bytes, (0, wanted - k)).view(data.dtype)
     return data if data.data_ptr() % VECTOR_BYTES == 0 else data.clone()

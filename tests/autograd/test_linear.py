@@ -161,7 +161,7 @@ def test_what_is_saved(device: torch.device) -> None:
     want = quantize(x).columnwise()
     assert_same_bytes(data, want.data)
     assert_same_bytes(scale, want.scale)
-    assert data.untyped_storage().nbytes() == 384 * 304  # tokens in whole vectors
+    assert data.untyped_storage().nbytes() == 384 * 320  # a multiple of 64 tokens
     assert scale.untyped_storage().nbytes() in (44, 48)  # rows of 16 bytes
     assert [t.dtype for t in saved_by(lambda: module(x))] == [data.dtype, scale.dtype]
     saved = saved_by(lambda: frozen(leaf * 1)[0])  # dgrad reads the bytes of the weight

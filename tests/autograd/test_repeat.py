@@ -49,6 +49,23 @@ def test_the_first_call_of_a_kind_makes_the_later_ones_known() -> None:
     assert y.grad_fn is not None and y.grad_fn.name() == "FP8LinearBackward"
 
 
+@pytest.mark.parametrize("shape", [(70,), (127,), (3, 23), (2, 3, 12)], ids=str)
+def test_rows_within_a_step_and_leading_dimensions_make_no_other_kind(shape: Any) -> None:
+    functional.linear(randn(66, K, grad=True), weight())
+    x, w, grad = randn(*shape, K, grad=True), weight(), randn(*shape, N, seed=1)
+    assert is_known(x, w)
+    y = functional.linear(x, w)
+    assert y.shape == (*shape, N)
+    found = torch.autograd.grad(y, (x, w), grad)
+    with watching(lambda *_: None):
+        wanted = functional.linear(x, w)
+    assert torch.equal(y, wanted)
+    with watching(lambda *_: None):
+        of_wanted = torch.autograd.grad(wanted, (x, w), grad)
+    assert [each.shape for each in found] == [x.shape, w.shape]
+    assert all(map(torch.equal, found, of_wanted))
+
+
 CHANGES: dict[str, Callable[[], tuple[Any, ...]]] = {
     "another number of rows": lambda: (randn(10, K, grad=True), weight()),
     "more dimensions": lambda: (randn(3, 3, K, grad=True), weight()),
@@ -71,6 +88,20 @@ CHANGES: dict[str, Callable[[], tuple[Any, ...]]] = {
 def test_what_makes_another_kind(change: str) -> None:
     functional.linear(randn(9, K, grad=True), weight())
     assert not is_known(*CHANGES[change]())
+
+
+ROWS: dict[str, Callable[[], tuple[Any, ...]]] = {
+    "another step": lambda: (randn(129, K, grad=True), weight()),
+    "a few": lambda: (randn(9, K, grad=True), weight()),
+    "whole steps": lambda: (randn(128, K, grad=True), weight()),
+    "not contiguous": lambda: (randn(33, K, 3, grad=True).mT, weight()),
+}
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_other_rows_that_make_another_kind(rows: str) -> None:
+    functional.linear(randn(66, K, grad=True), weight())
+    assert not is_known(*ROWS[rows]())
 
 
 def test_a_frozen_weight_is_another_kind() -> None:

@@ -32,12 +32,18 @@ from tests.support.numeric import DTYPES, E4M3
 
 pytest.importorskip("triton")
 
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
 from blocktensor.ops.cast.gluon_columnwise import plan_columnwise
 from blocktensor.ops.cast.producer import empty_forms
 from blocktensor.ops.cast.triton_128x128 import plan_shard
 from blocktensor.ops.cast.triton_cast import plan_1x128
 from blocktensor.ops.cross_entropy import triton_rows
+from blocktensor.ops.devices import H200
+from blocktensor.ops.gemm import triton_gemm
+from blocktensor.ops.gemm.hopper import launch as hopper
 from blocktensor.ops.gemm.hopper.launch import plan_sum
+from blocktensor.ops.gemm.hopper.tiles import TILES
 from blocktensor.ops.norm import triton_norm
 from blocktensor.ops.runtime.launch import Launch, Rows
 from tests.support import sm90
@@ -171,6 +177,71 @@ def test_launches_by_groups_are_the_same_within_a_step_of_rows(formats: tuple[bo
     for plan in (plan_columnwise, plan_1x128)[not formats[1] :]:
         assert all(planned(plan, rows) == planned(plan, 512) for rows in (257, 272, 384, 511))
         assert planned(plan, 256) != planned(plan, 257)
+
+
+def described(arg: Any) -> Any:
+    """What a recording holds of an argument; a number of rows is read at every call."""
+    if type(arg) is Rows:
+        return "rows", arg.beyond
+    if isinstance(arg, TensorDescriptor):
+        sizes = [described(size) for size in arg.shape]
+        return sizes, arg.strides, arg.block_shape, arg.base.dtype
+    return arg.dtype if isinstance(arg, Tensor) else arg
+
+
+def described_launch(launch: Launch) -> Any:
+    inner = [x.shape[1:] for x in launch.sized]
+    return launch._replace(args=[described(arg) for arg in launch.args], sized=inner)
+
+
+def launches_of_rows(rows: int, launches: Launches) -> Any:
+    """All launches of dense sequences with so many rows, as a recording holds them."""
+    x, n, k = like(rows, 640), 1152, 640
+    for name, kind in product(("triton", "gluon"), (BLOCKS_1X128, BLOCKS_128X128, None)):
+        made = kernels(name)
+        if kind is not None:
+            row, col = made.quantize_both(x, BLOCKS_1X128, kind)
+            made.quantize_columnwise(x, kind)
+        made.quantize_rowwise(x, BLOCKS_1X128)
+        for formats in (BOTH_FORMS, TWO_FORMATS, ROWWISE):
+            sources = grad, gate, up = sources_of((rows, 640))
+            producers = producers_of(name, sources, formats)
+            producers.gated(gate, up, "silu", *formats)
+            producers.gated_backward(grad, gate, up, "silu", *formats)
+    w = cast_like(n, k, rows=128)
+    for module in (triton_gemm, hopper):
+        y = module.gemm(row, w, None, BF16)
+        assert any(x is y for x in launches[-1].sized)
+        module.gemm(cast_like(n, col.data.shape[1]), col, None, BF16)
+    for tile in TILES.values():
+        if tile.b_block == 128:
+            hopper.plan_gemm(row, w, None, like(rows, n), tile)()
+    for kind in ("llama", "gemma"):
+        y, rstd = triton_norm.normalized(x, like(k), 1e-6, kind)
+        assert launches[-1].sized == (y, rstd)
+        triton_norm.row_gradients(x, x, rstd, like(k), kind, True, True)
+    plan_sum(like(5, -(-rows // 128) * 128, n, dtype=FP32), None, like(rows, n))()
+    forms = [launch.sized for launch in launches if "ROWWISE" in launch.constants]
+    assert [len(sized) > 0 for sized in forms] == [
+        launch.constants["ROWWISE"] for launch in launches if "ROWWISE" in launch.constants
+    ]
+    found = [described_launch(launch) for launch in launches]
+    launches.clear()
+    return found
+
+
+@pytest.mark.parametrize("first", [64, 128, 1024, 8000])
+def test_launches_are_the_same_within_a_step_of_rows(
+    first: int, launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for the number of rows: recordings of sequences serve all rows of a step."""
+    monkeypatch.setattr(hopper, "card", lambda _: H200)
+    wanted = launches_of_rows(first + 1, launches)
+    assert len(wanted) > 30
+    for rows in (2, 15, 16, 17, 31, 32, 33, 48, 62, 63):
+        found = launches_of_rows(first + rows, launches)
+        assert found == wanted, rows
+    assert launches_of_rows(first + 65, launches) != wanted
 
 
 def passes() -> Iterator[Case]:

@@ -122,9 +122,9 @@ def filled(scale: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("format", "shape", "scale_shape", "stride"),
     [
-        (BLOCKS_1X128, (300, 300), (300, 3), (1, 300)),  # column-major
-        (BLOCKS_1X128, (129, 128), (129, 1), (1, 132)),
-        (BLOCKS_1X128, (1, 257), (1, 3), (1, 4)),
+        (BLOCKS_1X128, (300, 300), (300, 3), (1, 320)),  # column-major
+        (BLOCKS_1X128, (129, 128), (129, 1), (1, 192)),
+        (BLOCKS_1X128, (1, 257), (1, 3), (1, 64)),
         (BLOCKS_1X128, (0, 128), (0, 1), None),
         (BLOCKS_1X128, (5, 0), (5, 0), None),
         (BLOCKS_128X128, (300, 300), (3, 3), (4, 1)),  # row-major
@@ -147,11 +147,11 @@ def test_layouts(format: BlockFormat, shape: Any, scale_shape: Any, stride: Any)
 
 @pytest.mark.parametrize(
     ("tokens", "width"),
-    [(0, 0), (1, 16), (15, 16), (16, 16), (127, 128), (128, 128), (129, 144), (4095, 4096)],
+    [(0, 0), (1, 64), (63, 64), (64, 64), (127, 128), (128, 128), (129, 192), (4095, 4096)],
 )
-def test_columnwise_casts_have_rows_of_whole_vectors(tokens: int, width: int) -> None:
+def test_columnwise_casts_have_few_widths(tokens: int, width: int) -> None:
     x = torch.empty(tokens, 3)
-    for format in (BLOCKS_1X128, formats.BLOCKS_128X128_POW2, BlockFormat("1x32", (1, 32))):
+    for format in (BLOCKS_1X128, formats.BLOCKS_128X128_POW2, BlockFormat("1x64", (1, 64))):
         assert scale_layouts.columnwise_width(tokens, format) == width
         data, scale, _ = scale_layouts.empty_columnwise(x, format)
         assert (data.shape, data.stride()) == ((3, width), (max(width, 1), 1))
@@ -161,6 +161,8 @@ def test_columnwise_casts_have_rows_of_whole_vectors(tokens: int, width: int) ->
         else:  # contiguous for no number of tokens, since compiled graphs depend on it
             assert scale.stride() == (scale.shape[1] // 4 * 4 + 4, 1)
     assert scale_layouts.columnwise_width(tokens, BlockFormat("1x50", (1, 50))) == tokens
+    whole_vectors = scale_layouts.columnwise_width(tokens, BlockFormat("1x32", (1, 32)))
+    assert whole_vectors == -(-tokens // 16) * 16
 
 
 @pytest.mark.parametrize(("of_target", "of_source"), [(127, 128), (128, 127), (128, 128)])
@@ -193,14 +195,14 @@ def quantized(scale: Tensor, rows: int, cols: int, format: BlockFormat) -> Quant
     return Quantized(torch.empty((rows, cols), dtype=E4M3, device="meta"), scale, format)
 
 
-@pytest.mark.parametrize("rows", [1, 3, 4, 128, 129, 132])
+@pytest.mark.parametrize("rows", [1, 3, 64, 128, 129, 132])
 @pytest.mark.parametrize("cols", [1, 128, 129, 1000])
 def test_rowwise_scales_for_cublas(rows: int, cols: int) -> None:
     scale = filled(empty_scale((rows, cols), BLOCKS_1X128, CPU))
     given = scale_layouts.cublas_scale(quantized(scale, rows, cols, BLOCKS_1X128))
     assert given.stride() == (1, rows)
     assert torch.equal(given, scale)
-    assert (given.data_ptr() == scale.data_ptr()) == (rows % 4 == 0)
+    assert (given.data_ptr() == scale.data_ptr()) == (rows % 64 == 0)
 
 
 @pytest.mark.parametrize("rows", [1, 128, 129, 513])
@@ -260,7 +262,7 @@ def test_other_scales_are_copied_for_tma(layout: str, format: BlockFormat) -> No
     if layout == "transposed":
         scale = scale.t().contiguous().t()
     if layout == "unaligned":
-        flat = torch.empty(1 + 6 * pad4(513))[1:]
+        flat = torch.empty(1 + 6 * 576)[1:]
         scale = flat.as_strided(ours.shape, ours.stride()).copy_(scale)
     if layout == "repeated":
         scale = scale[:1, :1].expand(ours.shape)

@@ -41,7 +41,8 @@ def columnwise(x: Tensor, format: BlockFormat) -> Quantized:
     """The columnwise cast of ``x.t()``: the rowwise cast of ``x``, and zeros after it."""
     rows, cols = x.shape
     cast = reference.quantize_columnwise(x.t(), format)
-    width = -(-cols // 16) * 16 if format.cols % 16 == 0 else cols
+    step = 64 if format.cols % 64 == 0 else 16 if format.cols % 16 == 0 else 1
+    width = -(-cols // step) * step
     assert cast.data.shape == (rows, width)
     if width > cols:  # in a block with NaN, NaN
         is_nan = cast.scale[:, -1:].isnan().repeat_interleave(format.rows, 0)[:rows]

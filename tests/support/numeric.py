@@ -113,7 +113,7 @@ def lay_out(scale: Tensor, block: int) -> Tensor:
     """``scale`` with the strides documented in ``ops/scale_layouts.py``, NaN in the padding."""
     rows, cols = scale.shape
     if block == 1:
-        out = torch.full((cols, -(-rows // 4) * 4), math.nan, device=scale.device).t()[:rows]
+        out = torch.full((cols, -(-rows // 64) * 64), math.nan, device=scale.device).t()[:rows]
     else:
         out = torch.full((rows, -(-cols // 4) * 4), math.nan, device=scale.device)[:, :cols]
     return out.copy_(scale)

@@ -176,7 +176,7 @@ def plan_columnwise(
         (x, row_data, row_scale, col.data, col.scale, m // VECTOR_BYTES, k // (per_word * unit_k),
          x.stride(0) // (per_word * unit_k), row_scale.stride(1),
          col.scale.stride(0 if square else 1), blocks_k,
-         x if offs is None else offs, groups, Rows(len(x)) if groups else len(x), num_blocks(m),
+         x if offs is None else offs, groups, Rows(len(x)), num_blocks(m),
          *producer.arguments(x, (row_data, row_scale, *col[:2]), per_word * unit_k)),
         {
             "ROWWISE": row is not None,
@@ -190,6 +190,7 @@ def plan_columnwise(
             **producer.constants(),
         },
         options | default_allocation(),
+        sized=producer.sized(row) if offs is None else (),
     )  # fmt: skip
 
 

@@ -58,6 +58,11 @@ class Producer:
         """The number of tiles that are computed at each place."""
         return 2 if self.second else 1
 
+    def sized(self, row: Quantized | None) -> tuple[Tensor, ...]:
+        """Return the outputs that have as many rows as the sources, given the rowwise form."""
+        forms = (row, *(self.second or ())[:1])
+        return tuple(x for form in forms if form is not None for x in form[:2])
+
     def arguments(self, x: Tensor, outputs: Sequence[Tensor], unit: int = 1) -> tuple[Any, ...]:
         """Return the further arguments: y, z, their row strides, and the outputs of part 1.
 

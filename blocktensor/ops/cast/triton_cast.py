@@ -11,7 +11,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..formats import BLOCK, BlockFormat, Quantized, ceil_div, num_blocks
+from ..formats import (
+    BLOCK,
+    ROW_STEP,
+    BlockFormat,
+    Quantized,
+    ceil_div,
+    num_blocks,
+    padded_rows,
+)
 from ..runtime.launch import Launch, Rows
 from ..scale_layouts import empty_quantized
 from .groups import Casts, blocks_of, padded_groups, rows_of_block
@@ -171,9 +179,13 @@ def plan_1x128(
     assert made is not None
     groups = 0 if offs is None or col is None else offs.shape[0]  # rowwise blocks ignore groups
     tile_m = BLOCK if col else 32
-    tiles_m = blocks_of(x, groups, row is not None) if col else ceil_div(len(made.data), tile_m)
+    tiles_m = (
+        blocks_of(x, groups, row is not None)
+        if col
+        else ceil_div(padded_rows(len(made.data)), tile_m)
+    )
     columns = col.data.shape[1] if col else 0
-    even = offs is None and m % tile_m == 0 and k % BLOCK == 0
+    even = offs is None and m % max(tile_m, ROW_STEP) == 0 and k % BLOCK == 0
     (row_data, row_scale), (col_data, col_scale) = (
         (out[:2] if out else (x, x)) for out in (row, col)
     )
@@ -184,7 +196,7 @@ def plan_1x128(
         cast_1x128_kernel,
         (tiles_m * blocks_k * producer.parts,),
         # two unit strides (K = 1) would make the compiler choose a layout that spills
-        (x, row_data, row_scale, col_data, col_scale, m if offs is None else Rows(m), k,
+        (x, row_data, row_scale, col_data, col_scale, Rows(m), k,
          x.stride(0), x.stride(1) * (k > 1), columns, row_scale.stride(1),
          col_scale.stride(0 if square else 1), blocks_k, x if offs is None else offs, groups,
          columns, *producer.arguments(x, (row_data, row_scale, col_data, col_scale))),
@@ -204,6 +216,7 @@ def plan_1x128(
             "num_warps": _warps_1x128(x, col is not None, offs is not None, even),
             "enable_fp_fusion": True,
         },
+        sized=producer.sized(row) if offs is None else (),
     )  # fmt: skip
 
 

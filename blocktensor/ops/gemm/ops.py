@@ -26,9 +26,11 @@ def _decide_gemm(
         return _empty
     backend = _backend_for(a, b, bias, out_dtype, batch_invariant=batch_invariant)
     run = runner(backend, "gemm")
-    if _is_dense(a) and _is_dense(b) and (bias is None or bias.is_contiguous()):
+    # a columnwise cast ends in zeros, which the other operand may lack
+    k = max(a.data.shape[1], b.data.shape[1])
+    if _is_dense(a, k) and _is_dense(b, k) and (bias is None or bias.is_contiguous()):
         return run
-    return lambda a, b, bias, *how: run(_dense(a), _dense(b), _contiguous(bias), *how)
+    return lambda a, b, bias, *how: run(_dense(a, k), _dense(b, k), _contiguous(bias), *how)
 
 
 def _empty(a: Quantized, b: Quantized, bias: Any, out_dtype: torch.dtype, *_: bool) -> Tensor:
@@ -63,13 +65,13 @@ def _kernel_format(x: Quantized) -> BlockFormat:
     return x.format
 
 
-def _dense(x: Quantized) -> Quantized:
-    """Return ``x`` as kernels read it, in rows of whole vectors; copied where needed."""
-    return Quantized(in_vectors(x.data), x.scale, _kernel_format(x))
+def _dense(x: Quantized, k: int) -> Quantized:
+    """Return ``x`` as kernels read it, in rows of whole vectors for ``k`` numbers; maybe copied."""
+    return Quantized(in_vectors(x.data, k), x.scale, _kernel_format(x))
 
 
-def _is_dense(x: Quantized) -> bool:
-    dense = _dense(x)
+def _is_dense(x: Quantized, k: int) -> bool:
+    dense = _dense(x, k)
     return dense.data is x.data and dense.format is x.format
 
 

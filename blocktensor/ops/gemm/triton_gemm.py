@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..formats import BLOCK, Quantized, ceil_div, num_blocks
-from ..runtime.launch import Launch
+from ..runtime.launch import Launch, Rows
 from ..scale_layouts import in_vectors
 
 
@@ -78,7 +78,7 @@ def plan_gemm(a: Quantized, b: Quantized, bias: Tensor | None, out: Tensor) -> L
     return Launch(
         gemm_kernel,
         (tiles_m * tiles_n,),
-        (a.data, a.scale, b.data, b.scale, out if bias is None else bias, out, m, n, k,
+        (a.data, a.scale, b.data, b.scale, out if bias is None else bias, out, Rows(m), n, k,
          *a.scale.stride(), *b.scale.stride(), out.stride(0), num_blocks(k), tiles_m, tiles_n),
         {
             "A_ROWS": a.format.rows,
@@ -90,6 +90,7 @@ def plan_gemm(a: Quantized, b: Quantized, bias: Tensor | None, out: Tensor) -> L
             "HAS_BIAS": bias is not None,
         },
         {"num_warps": 8 if tile_m == BLOCK else 4, "enable_fp_fusion": True, "num_stages": 4},
+        sized=(out,),
     )  # fmt: skip
 
 

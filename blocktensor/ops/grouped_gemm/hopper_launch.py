@@ -49,7 +49,7 @@ def plan_grouped_gemm(
         {"OUT": output, "T": tile},
         tile.options,
         compiler.hopper_gemm,
-        out,
+        (out,),
     )  # fmt: skip
 
 

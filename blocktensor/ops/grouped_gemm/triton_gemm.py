@@ -151,7 +151,7 @@ def plan_grouped_gemm(
          tiles_n),
         {"GROUPS": padded_groups(experts), "TILE_N": _TILE, "HAS_BIAS": bias is not None},
         _OPTIONS,
-        sized=out,
+        sized=(out,),
     )  # fmt: skip
 
 

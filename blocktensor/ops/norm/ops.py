@@ -44,7 +44,7 @@ NORM_BACKENDS: tuple[Backend[tuple[Tensor, ...]], ...] = (
 
 
 def normalized(x: Tensor, weight: Tensor, eps: float, kind: NormKind) -> tuple[Tensor, Tensor]:
-    """See :func:`~.reference.normalized`."""
+    """See :func:`~.reference.normalized`, of ``x[M, K]`` or of an x without contiguous rows."""
     made: tuple[Tensor, Tensor] = _normalized(x, weight, eps, kind)
     return made
 
@@ -86,7 +86,11 @@ def _backend(*operands: Any) -> Backend[tuple[Tensor, ...]]:
     return first_choice(NORM_BACKENDS, operands, operands[0].device).backend
 
 
-_normalized = unregistered(reference.normalized, lambda x, weight, *_: _backend(x, weight))
+_normalized = unregistered(
+    reference.normalized, lambda x, weight, *_: _backend(x, weight), with_rows=(0,)
+)
 _row_gradients = unregistered(
-    reference.row_gradients, lambda grad, x, rstd, weight, *_: _backend(grad, x, rstd, weight)
+    reference.row_gradients,
+    lambda grad, x, rstd, weight, *_: _backend(grad, x, rstd, weight),
+    with_rows=(0, 1, 2),
 )

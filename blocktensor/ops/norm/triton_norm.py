@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..formats import ceil_div
-from ..runtime.launch import Launch
+from ..formats import ceil_div, padded_rows
+from ..runtime.launch import Launch, Rows
 from .reference import NormKind
 from .row_sums import VECTOR, threads_of
 
@@ -67,7 +67,7 @@ def _of_scaled(grad, weight, KIND: tl.constexpr):
         return grad.to(tl.float32) * (weight.to(tl.float32) + 1.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def norm_kernel(
     x_ptr,
     weight_ptr,
@@ -111,7 +111,7 @@ def norm_kernel(
         tl.store(out_ptr + r[:, None] * COLS + c, scaled.to(x.dtype), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def norm_gradients_kernel(
     grad_ptr,
     x_ptr,
@@ -167,7 +167,13 @@ def norm_gradients_kernel(
             tl.store(dx_ptr + r[:, None] * COLS + c, dx.to(x.dtype), mask=inside)
 
 
-def _launch(kernel: object, args: tuple[object, ...], x: Tensor, **constants: object) -> None:
+def _launch(
+    kernel: object,
+    args: tuple[object, ...],
+    x: Tensor,
+    sized: tuple[Tensor, ...],
+    **constants: object,
+) -> None:
     rows, cols = _rows(x), x.shape[-1]
     threads = threads_of(rows, cols)
     assert threads is not None
@@ -176,11 +182,12 @@ def _launch(kernel: object, args: tuple[object, ...], x: Tensor, **constants: ob
     constants |= {"COLS": cols, "LANES": lanes, "GROUPS": threads.groups}
     constants |= {"ROWS": at_once, "TILE": _TILE // at_once}
     options = {"num_warps": min(8, at_once * lanes // 32), "enable_fp_fusion": False}
-    Launch(kernel, (ceil_div(rows, at_once),), args, constants, options)()
+    grid = (ceil_div(padded_rows(rows), at_once),)
+    Launch(kernel, grid, args, constants, options, sized=sized)()
 
 
-def _rows(x: Tensor) -> int:
-    return x.shape[:-1].numel()
+def _rows(x: Tensor) -> Rows:
+    return Rows(x.shape[:-1].numel())
 
 
 def _stride(x: Tensor) -> int:
@@ -192,7 +199,7 @@ def normalized(x: Tensor, weight: Tensor, eps: float, kind: NormKind) -> tuple[T
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rstd = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
     args = x, weight, out, rstd, _rows(x), _stride(x)
-    _launch(norm_kernel, args, x, EPS=float(eps), KIND=kind)
+    _launch(norm_kernel, args, x, (out, rstd), EPS=float(eps), KIND=kind)
     return out, rstd
 
 
@@ -215,5 +222,6 @@ def row_gradients(
     made = [x if each is None else each for each in (dx, terms)]  # x is not written
     args = grad, x, rstd, weight, *made, _rows(x), _stride(grad), _stride(x)
     wanted = {"OF_INPUT": of_input, "OF_WEIGHT": of_weight}
-    _launch(norm_gradients_kernel, args, x, KIND=kind, **wanted)
+    sized = tuple(each for each in (dx, terms) if each is not None)
+    _launch(norm_gradients_kernel, args, x, sized, KIND=kind, **wanted)
     return dx, terms

@@ -34,7 +34,18 @@ current_stream: Callable[[int], int] = getattr(
 
 
 class Rows(int):
-    """A number of rows in groups as argument: it may differ between calls of one recording."""
+    """A number of rows of the call, and so many ``beyond`` it, as argument of a kernel.
+
+    It may differ between calls of one recording.
+    """
+
+    beyond = 0
+
+    def plus(self, beyond: int) -> Rows:
+        """Return the number of rows and ``beyond`` more."""
+        made = Rows(self + beyond)
+        made.beyond = self.beyond + beyond
+        return made
 
 
 class Launch(NamedTuple):
@@ -44,8 +55,8 @@ class Launch(NamedTuple):
     compiled for an absent GPU. ``args`` are integers, :class:`Rows`, tensors and Gluon's host-side
     ``TensorDescriptor`` objects; at least one is a tensor or descriptor. ``options`` say whether a
     multiplication and an addition are fused (``enable_fp_fusion``): Triton's default differs from
-    version to version. ``compiling`` is entered while Triton may compile. ``sized`` is an output
-    that has as many rows as :class:`Rows` says.
+    version to version. ``compiling`` is entered while Triton may compile. ``sized`` are outputs
+    that have as many rows as :class:`Rows` says. Sizes in descriptors may be :class:`Rows` too.
     """
 
     kernel: Any
@@ -54,7 +65,7 @@ class Launch(NamedTuple):
     constants: dict[str, Any]
     options: dict[str, Any]
     compiling: Callable[[], AbstractContextManager[None]] = nullcontext
-    sized: Tensor | None = None
+    sized: tuple[Tensor, ...] = ()
 
     def __call__(self) -> None:
         """Launch on the current stream of the arguments' device; an empty grid launches nothing.

@@ -83,7 +83,8 @@ void check(CUresult result, const char* what) {
 // Keys: everything that a call gets
 
 constexpr Word kGroupStep = 256;  // GROUP_STEP of ops/formats.py
-constexpr Word kRowsOfCall = -1;  // stands for a first size that is the number of rows in groups
+constexpr Word kRowStep = 64;  // ROW_STEP of ops/formats.py
+constexpr Word kRowsOfCall = -1;  // stands for a first size that is the number of rows of the call
 
 enum Tag : Word { kTensor = 1, kTuple, kInt, kRowsInt, kFloat, kText, kObject };
 
@@ -98,15 +99,19 @@ struct Call {
   c10::SmallVector<PyObject*, 24> objects;  // whose identity is part of the key
   Word rows = -1;  // of the first argument or, if it is no tensor, the first integer
   bool in_groups = false;
+  bool in_steps = false;  // other numbers of rows that round up to the same multiple have this key
 
-  // Return false if an argument is a tensor without memory or of another type.
-  bool read(PyObject* const* args, size_t count) {
+  // Return false if an argument is a tensor without memory or of another type. The arguments of
+  // which `with_rows` has a bit may have other numbers of rows in other calls of this kind.
+  bool read(PyObject* const* args, size_t count, Word with_rows = 0) {
     const char* backend = std::getenv("BLOCKTENSOR_GEMM");
     add_text(backend ? backend : "", backend ? std::strlen(backend) : 0);
     for (size_t i = 0; i < count && rows < 0; ++i) {
       if (i == 0 && is_tensor(args[0])) {
         const auto& first = THPVariable_Unpack(args[0]);
-        rows = first.dim() ? first.size(0) : 0;
+        rows = !first.dim()                  ? 0
+            : with_rows && first.dim() > 2 && is_matrix(first) ? first.numel() / first.size(-1)
+                                                               : first.size(0);
       } else if (PyLong_CheckExact(args[i])) {
         rows = PyLong_AsLongLong(args[i]);
       }
@@ -115,13 +120,45 @@ struct Call {
       in_groups = is_tensor(args[i]) &&
           THPVariable_Unpack(args[i]).scalar_type() == at::kInt;
     }
-    words.push_back(in_groups ? (rows + kGroupStep - 1) / kGroupStep : -1);
+    // Within the first step, more depends on the number of rows.
+    in_steps = with_rows && !in_groups && rows > kRowStep && rows % kRowStep &&
+        is_tensor(args[0]) && is_matrix(THPVariable_Unpack(args[0]));
+    for (size_t i = 0; i < count && in_steps; ++i) {
+      in_steps = (with_rows >> i & 1) || !has_size(args[i], rows);
+    }
+    words.append(
+        {in_steps, in_groups ? (rows + kGroupStep - 1) / kGroupStep
+             : in_steps      ? (rows + kRowStep - 1) / kRowStep
+                             : -1});
     for (size_t i = 0; i < count; ++i) {
-      if (!add(args[i], in_groups)) {
+      if (!add(args[i], in_groups || (in_steps && (with_rows >> i & 1)))) {
         return false;
       }
     }
     return true;
+  }
+
+  // Return true if the rows of a tensor are contiguous, as those of the matrix [rows, last size].
+  static bool is_matrix(const at::Tensor& x) {
+    return x.dim() == 2 || (x.dim() > 2 && x.numel() && x.is_contiguous());
+  }
+
+  // Return true if a tensor in `x` has a size that is not told apart from the number of rows.
+  static bool has_size(PyObject* x, Word size) {
+    if (is_tensor(x)) {
+      for (Word each : THPVariable_Unpack(x).sizes()) {
+        if (each == size) {
+          return true;
+        }
+      }
+    } else if (PyTuple_Check(x)) {
+      for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(x); ++i) {
+        if (has_size(PyTuple_GET_ITEM(x, i), size)) {
+          return true;
+        }
+      }
+    }
+    return false;
   }
 
   bool add(PyObject* x, bool by_rows) {
@@ -134,7 +171,7 @@ struct Call {
       objects.push_back(reinterpret_cast<PyObject*>(Py_TYPE(x)));
       words.push_back(reinterpret_cast<Word>(Py_TYPE(x)));
       for (Py_ssize_t i = 0; i < size; ++i) {
-        if (!add(PyTuple_GET_ITEM(x, i), false)) {
+        if (!add(PyTuple_GET_ITEM(x, i), in_steps && by_rows)) {
           return false;
         }
       }
@@ -145,7 +182,7 @@ struct Call {
       if (value == -1 && PyErr_Occurred()) {
         throw python_error();
       }
-      if (by_rows && value == rows) {
+      if (in_groups && by_rows && value == rows) {
         words.push_back(kRowsInt);
       } else {
         words.append({kInt, value});
@@ -188,7 +225,7 @@ struct Call {
       in_groups |= letters[i] == 't' && args[i].isTensor() &&
           args[i].toTensor().scalar_type() == at::kInt;
     }
-    words.push_back(in_groups ? (rows + kGroupStep - 1) / kGroupStep : -1);
+    words.append({0, in_groups ? (rows + kGroupStep - 1) / kGroupStep : -1});
     for (size_t i = 0; i < args.size(); ++i) {
       const auto& each = args[i];
       if (each.isTensor()) {
@@ -233,6 +270,11 @@ struct Call {
     }
     auto sizes = x.sizes();
     auto strides = x.strides();
+    Word matrix[] = {rows, x.dim() ? x.size(-1) : 0}, of_matrix[] = {x.dim() ? x.size(-1) : 0, 1};
+    if (in_steps && by_rows && x.dim() > 2 && is_matrix(x) && x.numel() == rows * matrix[1]) {
+      sizes = matrix;  // functions flatten it
+      strides = of_matrix;
+    }
     bool has_rows = by_rows && sizes.size() == 2 && sizes[0] == rows;
     auto address = reinterpret_cast<Word>(x.const_data_ptr());
     words.append(
@@ -296,6 +338,9 @@ struct Map {  // a tensor map, as Triton's fill_tma_descriptor encodes it
   CUtensorMapFloatOOBfill fill;
   std::vector<cuuint64_t> sizes, strides;  // innermost first; strides in bytes
   std::vector<cuuint32_t> box;
+  std::vector<int64_t> beyond_rows;  // of sizes that are the rows of the call and so many more
+
+  static constexpr int64_t kFixed = -1;  // a size that is no number of rows
 };
 
 struct Parameter {
@@ -330,6 +375,7 @@ struct Recording {
   std::vector<Launch> launches;
   Result result;
   py::object compiled;  // kernels, to be held as long as they are launched
+  Word with_rows = 0;  // see Call::read
 
   // Return the tensors that the call allocates; undefined ones for scratch. Append the addresses
   // of all allocations to `bases`, and hold the memory of scratch, one allocation, in `scratch`.
@@ -386,10 +432,10 @@ struct Recording {
           numbers[count] = each.number;
           break;
         case Parameter::kRows:
-          numbers[count] = rows;
+          numbers[count] = rows + each.number;
           break;
         case Parameter::kMap:
-          encode(each.map, address, &maps[next_map]);
+          encode(each.map, address, rows, &maps[next_map]);
           parameters[count] = &maps[next_map++];
           break;
       }
@@ -424,11 +470,16 @@ struct Recording {
     check(driver.launch(&config, of.function, parameters, nullptr), "cuLaunchKernelEx");
   }
 
-  static void encode(const Map& of, char* address, CUtensorMap* map) {
+  static void encode(const Map& of, char* address, Word rows, CUtensorMap* map) {
     static const cuuint32_t ones[5] = {1, 1, 1, 1, 1};
+    cuuint64_t sizes[5];
+    for (size_t i = 0; i < of.sizes.size(); ++i) {
+      auto beyond = of.beyond_rows[i];
+      sizes[i] = beyond == Map::kFixed ? of.sizes[i] : cuuint64_t(rows + beyond);
+    }
     check(
         driver.encode(
-            map, of.dtype, cuuint32_t(of.sizes.size()), address, of.sizes.data(),
+            map, of.dtype, cuuint32_t(of.sizes.size()), address, sizes,
             of.strides.data(), of.box.data(), ones, CU_TENSOR_MAP_INTERLEAVE_NONE, of.swizzle,
             CU_TENSOR_MAP_L2_PROMOTION_L2_128B, of.fill),
         "cuTensorMapEncodeTiled");
@@ -633,6 +684,7 @@ struct Table {
   vectorcallfunc call;
   Known<Way>* known;
   PyObject* miss;
+  Word with_rows;  // see Call::read
 };
 
 PyObject* table_call(PyObject* object, PyObject* const* args, size_t flags, PyObject* names) {
@@ -640,7 +692,7 @@ PyObject* table_call(PyObject* object, PyObject* const* args, size_t flags, PyOb
   HANDLE_TH_ERRORS
   size_t count = PyVectorcall_NARGS(flags);
   Call call;
-  if (call.read(args, count)) {
+  if (call.read(args, count, self->with_rows)) {
     if (Way* found = self->known->find(call)) {
       Way way = *found;  // held: another thread may forget the entry
       if (way.recording && !hooked()) {
@@ -662,7 +714,7 @@ PyObject* table_put(PyObject* object, PyObject* given) {
     return nullptr;
   }
   Call call;
-  if (!call.read(&PyTuple_GET_ITEM(args, 0), PyTuple_GET_SIZE(args))) {
+  if (!call.read(&PyTuple_GET_ITEM(args, 0), PyTuple_GET_SIZE(args), self->with_rows)) {
     Py_RETURN_FALSE;
   }
   Way way{nullptr, py::reinterpret_borrow<py::object>(function)};
@@ -680,7 +732,7 @@ PyObject* table_recording(PyObject* object, PyObject* args) {
   HANDLE_TH_ERRORS
   TORCH_CHECK_TYPE(PyTuple_Check(args), "expected a tuple of arguments");
   Call call;
-  Way* found = call.read(&PyTuple_GET_ITEM(args, 0), PyTuple_GET_SIZE(args))
+  Way* found = call.read(&PyTuple_GET_ITEM(args, 0), PyTuple_GET_SIZE(args), self->with_rows)
       ? self->known->find(call)
       : nullptr;
   if (found && found->recording) {
@@ -702,7 +754,8 @@ Py_ssize_t table_length(PyObject* object) {
 PyObject* table_new(PyTypeObject* type, PyObject* args, PyObject*) {
   PyObject* miss;
   Py_ssize_t most;
-  if (!PyArg_ParseTuple(args, "On", &miss, &most)) {
+  long long with_rows = 0;
+  if (!PyArg_ParseTuple(args, "On|L", &miss, &most, &with_rows)) {
     return nullptr;
   }
   auto* self = reinterpret_cast<Table*>(type->tp_alloc(type, 0));
@@ -710,6 +763,7 @@ PyObject* table_new(PyTypeObject* type, PyObject* args, PyObject*) {
     self->call = table_call;
     self->known = new Known<Way>(size_t(most));
     self->miss = Py_NewRef(miss);
+    self->with_rows = with_rows;
   }
   return reinterpret_cast<PyObject*>(self);
 }
@@ -768,6 +822,7 @@ Parameter parameter_of(const py::tuple& given) {
     made.number = given[1].cast<int64_t>();
   } else if (kind == "rows") {
     made.kind = Parameter::kRows;
+    made.number = given[2].cast<int64_t>();
   } else if (kind == "pointer") {
     made.kind = Parameter::kPointer;
     made.at = {given[1].cast<int32_t>(), given[2].cast<int64_t>()};
@@ -777,9 +832,13 @@ Parameter parameter_of(const py::tuple& given) {
     made.map.dtype = CUtensorMapDataType(given[3].cast<int>());
     made.map.swizzle = CUtensorMapSwizzle(given[4].cast<int>());
     made.map.fill = CUtensorMapFloatOOBfill(given[5].cast<int>());
-    made.map.sizes = given[6].cast<std::vector<cuuint64_t>>();
-    made.map.strides = given[7].cast<std::vector<cuuint64_t>>();
-    made.map.box = given[8].cast<std::vector<cuuint32_t>>();
+    made.map.strides = given[6].cast<std::vector<cuuint64_t>>();
+    made.map.box = given[7].cast<std::vector<cuuint32_t>>();
+    made.map.sizes = given[8].cast<std::vector<cuuint64_t>>();
+    made.map.beyond_rows = given[9].cast<std::vector<int64_t>>();
+    TORCH_CHECK_VALUE(
+        made.map.sizes.size() <= 5 && made.map.sizes.size() == made.map.beyond_rows.size(),
+        "sizes of a tensor map");
   }
   return made;
 }
@@ -789,7 +848,8 @@ std::shared_ptr<Recording> record(
     const py::list& allocations,
     const py::list& launches,
     const py::handle& result,
-    const py::object& compiled) {
+    const py::object& compiled,
+    Word with_rows) {
   auto made = std::make_shared<Recording>();
   made->device = reinterpret_cast<THPDevice*>(device.ptr())->device;
   for (const auto& each : allocations) {
@@ -822,6 +882,7 @@ std::shared_ptr<Recording> record(
   }
   made->keep(made->result);
   made->compiled = compiled;
+  made->with_rows = with_rows;
   return made;
 }
 
@@ -902,6 +963,7 @@ struct Functions {
   py::object hold_cast;   // (w, plan, columnwise) -> (tensors to save, state)
   py::object read_weight;  // (w, plan) -> (rowwise form, tensors to save, state)
   py::object shared_forms;  // (run, x, offs, plan) -> (rowwise, columnwise form of x), or None
+  Word with_rows;  // operands that may have other numbers of rows in other calls of a kind
 
   bool is_linear() const {
     return forward.is_none();
@@ -1051,7 +1113,7 @@ struct FP8Backward : Node {
       found.push_back(i < size_t(PyTuple_GET_SIZE(made.ptr())) ? tensor_or_none(item(made, i))
                                                               : at::Tensor());
     }
-    if (is_usual && x_sizes.size() != 2) {
+    if (functions->is_linear() && found[0].defined() && x_sizes.size() != 2) {
       at::AutoDispatchBelowADInplaceOrView no_autograd;
       found[0] = found[0].view(x_sizes);
     }
@@ -1128,7 +1190,8 @@ struct Operands {
       others.push_back(is_weight ? Py_None : args[i]);
       tensors.push_back(is_tensor(args[i]) ? THPVariable_Unpack(args[i]) : at::Tensor());
     }
-    if (!is_plain(tensors[0]) || tensors[0].dim() == 0 || !call.read(others.data(), count)) {
+    if (!is_plain(tensors[0]) || tensors[0].dim() == 0 ||
+        !call.read(others.data(), count, functions.with_rows)) {
       return false;
     }
     bool has_graph = at::GradMode::is_enabled();
@@ -1358,9 +1421,10 @@ PyObject* layer_new(PyTypeObject* type, PyObject* args, PyObject*) {
   PyObject *weight, *frozen, *forward, *gradients, *thread, *sharing;
   PyObject *quantized, *hold_cast, *read_weight, *shared_forms;
   Py_ssize_t most;
+  long long with_rows;
   if (!PyArg_ParseTuple(
-          args, "snOOOOOOOOOO", &name, &most, &weight, &frozen, &forward, &gradients, &thread,
-          &sharing, &quantized, &hold_cast, &read_weight, &shared_forms)) {
+          args, "snOOOOOOOOOOL", &name, &most, &weight, &frozen, &forward, &gradients, &thread,
+          &sharing, &quantized, &hold_cast, &read_weight, &shared_forms, &with_rows)) {
     return nullptr;
   }
   auto* self = reinterpret_cast<Layer*>(type->tp_alloc(type, 0));
@@ -1370,7 +1434,7 @@ PyObject* layer_new(PyTypeObject* type, PyObject* args, PyObject*) {
     self->functions = new std::shared_ptr<const Functions>(std::make_shared<const Functions>(
         Functions{name, object(weight), object(frozen), object(forward), object(gradients),
                   object(thread), object(sharing), object(quantized), object(hold_cast),
-                  object(read_weight), object(shared_forms)}));
+                  object(read_weight), object(shared_forms), with_rows}));
     self->plans = new Known<std::shared_ptr<const Plan>>(size_t(most));
   }
   return reinterpret_cast<PyObject*>(self);
@@ -1522,10 +1586,17 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("__call__", [](const Recording& self, const py::args& args) {
         Call call;
         TORCH_CHECK_TYPE(
-            call.read(&PyTuple_GET_ITEM(args.ptr(), 0), args.size()), "tensors without memory");
+            call.read(&PyTuple_GET_ITEM(args.ptr(), 0), args.size(), self.with_rows),
+            "tensors without memory");
         return py::reinterpret_steal<py::object>(self.play(call));
       });
   m.def("plays", [] { return plays.load(); });
+  // The number of rows that may differ between calls of this kind; -1 if there is none.
+  m.def("rows_of", [](const py::tuple& args, Word with_rows) {
+    Call call;
+    bool is_known = call.read(&PyTuple_GET_ITEM(args.ptr(), 0), args.size(), with_rows);
+    return is_known && (call.in_groups || call.in_steps) ? call.rows : -1;
+  });
   m.def("load", [](const py::object& runtime) {
     driver.load();
     hooks = new py::object(runtime);

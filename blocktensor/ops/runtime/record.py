@@ -5,7 +5,10 @@ launches. None of it depends on values or addresses, so calls with arguments of 
 (``specialize.py``) can repeat a recorded one with new addresses: they allocate the same tensors and
 launch the same kernels. Results are the same, bit for bit. Calls of one kind may differ in one
 number of rows, which kernels get as :class:`~.launch.Rows`: the rows of the first argument or, if
-this is not a tensor, the first integer.
+this is not a tensor, the first integer. Rows in groups are of one kind if they round up to the same
+multiple of ``GROUP_STEP``; for the arguments that a sequence names (``specialize.py``), of
+``ROW_STEP``. What a launch depends on but for :class:`~.launch.Rows` is then the same: tiles have
+whole steps of rows, and layouts are padded to them.
 
 A recording holds no address and no mutable state: threads, streams and CUDA graph capture need no
 special handling.
@@ -24,7 +27,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..formats import ceil_div
-from .launch import watch_launches
+from .launch import Rows, watch_launches
 from .triton_compat import launcher
 
 
@@ -32,7 +35,9 @@ class NotRepeatable(Exception):
     """Raised for calls that do more than allocate and launch; the message names the op."""
 
 
-def record(function: Callable[..., Any], args: tuple[Any, ...], player: Any) -> tuple[Any, Any]:
+def record(
+    function: Callable[..., Any], args: tuple[Any, ...], player: Any, with_rows: int = 0
+) -> tuple[Any, Any]:
     """Call a function, and return its result and the recording of the call.
 
     The function takes tensors, tuples of them (``Quantized``) and other arguments; allocates with
@@ -43,6 +48,7 @@ def record(function: Callable[..., Any], args: tuple[Any, ...], player: Any) -> 
         function: the function.
         args: its arguments.
         player: the module of ``player.cpp``.
+        with_rows: has a bit for each argument that may have other numbers of rows in other calls.
 
     Returns:
         The result, and the recording: None if this call cannot be recorded but another of its kind
@@ -59,8 +65,9 @@ def record(function: Callable[..., Any], args: tuple[Any, ...], player: Any) -> 
     try:
         if watch.others:
             raise NotRepeatable(f"it runs {watch.others[0]}")
-        call = _Call(args, given, watch.allocated, launches, result)
-        return result, player.Recording(*call.as_data())
+        rows = player.rows_of(args, with_rows)
+        call = _Call(given, watch.allocated, launches, result, None if rows < 0 else rows)
+        return result, player.Recording(*call.as_data(), with_rows)
     except launcher.UnknownTriton as error:
         _warn_once(str(error))
         return result, function
@@ -121,6 +128,8 @@ def tensors_in(values: Any) -> list[Tensor]:
 
 
 _ALIGNMENT = 512
+_FIXED = -1
+"""Stands for a number that does not depend on the rows (``Map::kFixed`` of ``player.cpp``)."""
 
 
 class _Call:
@@ -129,23 +138,24 @@ class _Call:
     Attributes:
         given: the tensors among its arguments.
         made: the tensors that it allocated.
+        rows: the number of rows that other calls may have otherwise; None if there is none.
     """
 
     def __init__(
         self,
-        args: tuple[Any, ...],
         given: list[Tensor],
         made: list[Tensor],
         launches: list[tuple[Any, Any]],
         result: Any,
+        rows: int | None,
     ) -> None:
         self.given, self.made, self.launches, self.result = given, made, launches, result
+        self.rows = rows
         self.device = given[0].device
         if any(x.device != self.device for x in made):
             raise NotRepeatable("it allocates on another device")
-        # A call says its number of rows; else the number is always the same.
-        self._has_rows = isinstance(args[0], Tensor) or any(type(x) is int for x in args)
-        self._sized = {x.data_ptr() for each, _ in launches if (x := each.sized) is not None}
+        sized = [x for each, _ in launches for x in each.sized if x.shape[0] == rows]
+        self._sized = {x.data_ptr() for x in sized}
         # Tensors that are not returned share the first allocation, unless their numbers of rows
         # differ.
         inner = self._inner()
@@ -160,8 +170,8 @@ class _Call:
         for i, x in enumerate(made):
             if i not in self._offsets:
                 self._index[i] = len(self._allocations)
-                rows = self._has_rows and x.data_ptr() in self._sized
-                self._allocations.append((tuple(x.shape), x.stride(), x.dtype, rows))
+                has_rows = x.data_ptr() in self._sized and x.shape[0] == rows
+                self._allocations.append((tuple(x.shape), x.stride(), x.dtype, has_rows))
 
     def as_data(self) -> tuple[Any, ...]:
         """Return the arguments of ``Recording`` of ``player.cpp``."""
@@ -178,13 +188,24 @@ class _Call:
         kernel = launcher.kernel_of(launch, compiled)
         parameters: list[tuple[Any, ...]] = []
         for kind, first, *rest in kernel.parameters:
-            if isinstance(first, Tensor):
-                parameters.append((kind, *self._place(first), *rest))
-            elif kind == "rows" and not self._has_rows:
-                parameters.append(("number", first))
+            if kind == "map":
+                *others, sizes = rest
+                beyond = [self._beyond_rows(size) for size in sizes]
+                sizes = [int(size) for size in sizes]
+                parameters.append((kind, *self._place(first), *others, sizes, beyond))
+            elif kind == "pointer":
+                parameters.append((kind, *self._place(first)))
+            elif (beyond_rows := self._beyond_rows(first)) != _FIXED:
+                parameters.append(("rows", int(first), beyond_rows))
             else:
-                parameters.append((kind, first))
+                parameters.append(("number", int(first)))
         return *kernel.configuration, parameters
+
+    def _beyond_rows(self, size: int) -> int:
+        """Return how much larger a number is than the number of rows that it depends on."""
+        if type(size) is not Rows or size - size.beyond != self.rows:
+            return _FIXED
+        return size.beyond
 
     def _place(self, tensor: Tensor) -> tuple[int, int]:
         """Return the tensor of the call that contains a pointer, and the offset in bytes."""
@@ -217,6 +238,8 @@ class _Call:
                 view = tuple(result.shape), result.stride(), result.storage_offset()
                 if view == (tuple(base.shape), base.stride(), 0):
                     return "tensor", self._index[i]
+                if self.rows in result.shape and base.data_ptr() in self._sized:
+                    raise NotRepeatable("it returns a view whose size depends on the rows")
                 return "view", self._index[i], *view
         raise NotRepeatable("it returns a tensor that it did not allocate")
 

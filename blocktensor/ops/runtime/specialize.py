@@ -181,16 +181,21 @@ class Specialized:
             exception reaches the caller, and nothing is remembered. The first call of a function
             that is :class:`Recorded` is recorded, and later ones repeat it.
         dispatch: called instead if the first argument must go through the dispatcher.
+        with_rows: the places of arguments that may have other numbers of rows in calls of one kind,
+            if these round up to the same multiple of ``ROW_STEP``.
 
     Decisions may depend on :func:`key_of` the arguments and on ``BLOCKTENSOR_GEMM``.
 
     Threads may share one: if two see a new kind together, both decide, and either result is valid.
     """
 
-    __slots__ = ("_decide", "_dispatch", "_table")
+    __slots__ = ("_decide", "_dispatch", "_table", "_with_rows")
 
-    def __init__(self, decide: Callable[..., Any], dispatch: Any = None) -> None:
+    def __init__(
+        self, decide: Callable[..., Any], dispatch: Any = None, with_rows: tuple[int, ...] = ()
+    ) -> None:
         self._decide, self._dispatch = decide, dispatch
+        self._with_rows = bits_of(with_rows)
         self._table: Any = _PlainTable(self._first)
 
     def __call__(self, *args: Any) -> Any:
@@ -227,7 +232,7 @@ class Specialized:
         table = self.table_of(player)
         from .record import record  # this import needs Triton
 
-        result, recording = record(function.function, args, player)
+        result, recording = record(function.function, args, player, self._with_rows)
         if check_recordings.ENABLED and isinstance(recording, player.Recording):
             recording = check_recordings.checked(function.function, recording)
         if isinstance(recording, player.Recording):
@@ -239,7 +244,7 @@ class Specialized:
     def table_of(self, player: Any) -> Any:
         """Return the ``Table`` of ``player.cpp`` that runs calls which need no dispatcher."""
         if isinstance(self._table, _PlainTable):
-            self._table = player.Table(self._first, MAX_KEYS)
+            self._table = player.Table(self._first, MAX_KEYS, self._with_rows)
         return self._table
 
     def recording(self, args: tuple[Any, ...]) -> Any:
@@ -270,16 +275,17 @@ def watching(watch: Callable[..., None] | None) -> Iterator[Any]:
 class Sequence:
     """A function that calls several ops, recorded once for each kind of arguments.
 
-    The kind of a call is the :func:`key_of` all arguments. While ops are watched or must go through
-    the dispatcher, the function itself runs.
+    The kind of a call is the :func:`key_of` all arguments, but for the number of rows of some (see
+    :class:`Specialized`). The other arguments, with the shapes that a plan stands for, then say all
+    other sizes. While ops are watched or must go through the dispatcher, the function itself runs.
 
     Attributes:
         table: the function's recordings.
     """
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., Any], with_rows: tuple[int, ...] = ()) -> None:
         self._function = function
-        self.table = Specialized(lambda *args: recorded(function), function)
+        self.table = Specialized(lambda *args: recorded(function), function, with_rows)
         functools.update_wrapper(self, function)
 
     def __call__(self, *args: Any) -> Any:
@@ -291,10 +297,22 @@ SEQUENCES: list[Sequence] = []
 """All sequences."""
 
 
-def sequence(function: Callable[..., Any]) -> Sequence:
-    """Decorate a function that calls several ops: see :class:`Sequence`."""
-    SEQUENCES.append(Sequence(function))
-    return SEQUENCES[-1]
+def sequence(*with_rows: int) -> Callable[[Callable[..., Any]], Sequence]:
+    """Decorate a function that calls several ops: see :class:`Sequence`.
+
+    ``with_rows``: the places of arguments that have the number of rows of a call.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Sequence:
+        SEQUENCES.append(Sequence(function, with_rows))
+        return SEQUENCES[-1]
+
+    return decorate
+
+
+def bits_of(places: tuple[int, ...]) -> int:
+    """Return a number that has a bit for each of these places."""
+    return sum(1 << place for place in places)
 
 
 def recorded(function: Callable[..., Any], launches: bool = True) -> Callable[..., Any]:

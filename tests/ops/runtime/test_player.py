@@ -182,3 +182,29 @@ def test_python_and_cpp_tell_the_same_calls_apart(a: Any, b: Any) -> None:
     found.put(a, lambda *args: "known")
     assert found(*a) == "known"
     assert (found(*b) == "known") == (key_of(a) == key_of(b))
+
+
+ROWS = st.sampled_from([1, 5, 63, 64, 65, 70, 100, 127, 128, 129])
+CALLS = st.tuples(ROWS, st.booleans(), st.sampled_from([70, 128, 5]), st.booleans())
+
+
+@settings(max_examples=300, deadline=None)
+@given(CALLS, CALLS)
+def test_rows_of_the_arguments_that_have_them_count_in_steps(a: Any, b: Any) -> None:
+    """Whole steps, and rows that another size equals, make kinds of their own."""
+
+    def call(rows: int, leading: bool, features: int, is_cast: bool) -> tuple[Any, ...]:
+        x, w = torch.zeros(rows, 3), torch.zeros(features, 3)
+        form = torch.zeros(rows, 3), torch.zeros(rows, 3).t()
+        return x.view(1, rows, 3) if leading else x, form if is_cast else None, w
+
+    def kind(rows: int, leading: bool, features: int, is_cast: bool) -> Any:
+        if rows < 64 or rows % 64 == 0 or rows == features:
+            return rows, leading, features, is_cast
+        # the second part of the cast has other sizes
+        return "steps", -(-rows // 64), features, is_cast and rows
+
+    found = player().Table(lambda *args: "unknown", 100, 0b11)
+    found.put(call(*a), lambda *args: "known")
+    assert found(*call(*a)) == "known"
+    assert (found(*call(*b)) == "known") == (kind(*a) == kind(*b))

@@ -229,7 +229,7 @@ def test_numbers_of_rows_are_read_at_every_call(of_tensor: bool) -> None:
         rows = Rows(len(x) if of_tensor else tokens)
         between, out = torch.empty(rows, 1), torch.empty(rows, 1)
         for source, made in ((x, between), (between, out)):
-            Launch(kernel, (1,), (source, y, made, rows, 3), {"FLAG": True}, {}, sized=made)()
+            Launch(kernel, (1,), (source, y, made, rows, 3), {"FLAG": True}, {}, sized=(made,))()
         return out
 
     kernel = Kernel(axpy_body, ["x", "y", "out", "count", "factor", "FLAG"])
@@ -249,7 +249,7 @@ def test_a_number_of_rows_that_no_argument_says_is_the_recorded_one() -> None:
     def sums(x: Quantized, y: Tensor) -> Tensor:
         rows, out = Rows(len(x.data)), torch.empty(len(x.data), 1)
         arguments = x.data, y, out, rows, 3
-        Launch(kernel, (1,), arguments, {"FLAG": True}, {}, sized=out)()
+        Launch(kernel, (1,), arguments, {"FLAG": True}, {}, sized=(out,))()
         return out
 
     kernel = Kernel(axpy_body, ["x", "y", "out", "count", "factor", "FLAG"])
@@ -261,6 +261,82 @@ def test_a_number_of_rows_that_no_argument_says_is_the_recorded_one() -> None:
     assert len(kernel.direct) == 2
 
 
+def rows_body(x: Any, height: int, width: int, out: int, count: int, *_: int) -> None:
+    assert (x.size, height) == (count * width + 2, count * width + 2)
+    for i in range(count * width):
+        floats(out, count * width)[i] = 2 * floats(x.address, count * width)[i]
+
+
+class OfRows:
+    """A sequence whose first two arguments have the rows of a call, and how it ran."""
+
+    def __init__(self) -> None:
+        self.kernel = Kernel(rows_body, ["x", "out", "count"])
+        self.calls = 0
+        self.run = Specialized(lambda *_: recorded(self._function), with_rows=(0, 1))
+
+    def _function(self, x: Tensor, form: Quantized, w: Tensor) -> tuple[Tensor, Tensor]:
+        self.calls += 1
+        x = x.flatten(0, -2)
+        rows = Rows(len(x))
+        made = []
+        for source in (x, form.data):
+            source, out = source.flatten(), torch.empty(len(x), 1)
+            described = Descriptor(source)
+            described.shape = [rows.plus(2)]
+            Launch(self.kernel, (1,), (described, out, rows), {}, {}, sized=(out,))()
+            made.append(out)
+        return made[1], torch.empty(len(w))
+
+    def __call__(self, x: Tensor, w: Tensor) -> None:
+        rows = x.numel()
+        form = Quantized(draw(rows, 1), draw(rows, 1), BLOCKS_1X128)
+        y, of_w = self.run(x, form, w)
+        assert torch.equal(y, 2 * form.data)
+        assert of_w.shape == (len(w),)
+
+
+def test_sequences_repeat_within_a_step_of_rows() -> None:
+    """In all tensors that have them, however many dimensions the first one has."""
+    a, w = OfRows(), draw(128)
+    for shape in ((65, 1), (66, 1), (127, 1), (70, 1), (2, 35, 1), (3, 1, 30, 1)):
+        a(draw(*shape), w)
+    assert (a.calls, a.kernel.ordinary, len(a.kernel.direct)) == (1, 2, 10)
+
+
+@pytest.mark.parametrize("shape", [(128, 1), (64, 1), (129, 1), (63, 1), (1, 1)], ids=str)
+def test_other_steps_and_whole_steps_are_recorded_by_themselves(shape: Any) -> None:
+    a, w = OfRows(), draw(200)
+    a(draw(65, 1), w)
+    a(draw(*shape), w)
+    assert a.calls == 2
+    a(draw(65, 1), w), a(draw(*shape), w)
+    assert (a.calls, len(a.kernel.direct)) == (2, 4)
+
+
+def test_a_size_that_equals_the_rows_is_told_apart() -> None:
+    """A kernel is not told whether 70 is the number of rows or of features."""
+    a = OfRows()
+    a(draw(65, 1), draw(70))
+    a(draw(70, 1), draw(70))
+    assert a.calls == 2
+    a(draw(70, 1), draw(70))
+    a(draw(66, 1), draw(70))
+    assert a.calls == 2
+
+
+def test_views_of_what_has_the_rows_are_not_repeated() -> None:
+    def half(x: Tensor) -> Tensor:
+        out, rows = torch.empty(len(x), 2), Rows(len(x))
+        Launch(kernel, (1,), (x, x, out, rows, 1), {"FLAG": True}, {}, sized=(out,))()
+        return out[:, :1]
+
+    kernel = Kernel(lambda *_: None, ["x", "y", "out", "count", "factor", "FLAG"])
+    run = Specialized(lambda *_: recorded(half), with_rows=(0,))
+    assert [run(draw(rows, 1)).shape for rows in (65, 66, 65)] == [(65, 1), (66, 1), (65, 1)]
+    assert (kernel.ordinary, kernel.direct) == (3, [])
+
+
 def test_two_inner_tensors_grow_with_the_rows() -> None:
     """They are not returned, and may not lie in scratch of the size that was recorded."""
 
@@ -268,7 +344,7 @@ def test_two_inner_tensors_grow_with_the_rows() -> None:
         rows = Rows(len(x))
         one, two, out = (torch.empty(rows, 1) for _ in range(3))
         for source, made in ((x, one), (one, two), (two, out)):
-            Launch(kernel, (1,), (source, y, made, rows, 3), {"FLAG": True}, {}, sized=made)()
+            Launch(kernel, (1,), (source, y, made, rows, 3), {"FLAG": True}, {}, sized=(made,))()
         return out
 
     kernel = Kernel(axpy_body, ["x", "y", "out", "count", "factor", "FLAG"])

@@ -86,7 +86,7 @@ def test_a_sequence_has_a_decision_for_each_kind_of_all_its_arguments(
         return function
 
     monkeypatch.setattr(specialize, "recorded", decide)
-    run = specialize.sequence(lambda x, form, factors: x.sum())
+    run = specialize.sequence()(lambda x, form, factors: x.sum())
     x, y = torch.rand(4, 4), torch.rand(9)
     form = Quantized(x, y[:8], BLOCKS_1X128)
     calls = [
@@ -112,7 +112,7 @@ def test_a_sequence_that_is_watched_or_dispatched_runs_itself(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(specialize, "recorded", lambda function: lambda x: (function(x),))
-    run, x = specialize.sequence(lambda x: x * 2), torch.rand(2)
+    run, x = specialize.sequence()(lambda x: x * 2), torch.rand(2)
     with specialize.watching(lambda *_: None):
         assert torch.equal(run(x), x * 2)
     with Trace():

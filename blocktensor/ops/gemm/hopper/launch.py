@@ -15,8 +15,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...devices import card
-from ...formats import BLOCK, Quantized, ceil_div, num_blocks
-from ...runtime.launch import Launch
+from ...formats import BLOCK, Quantized, ceil_div, num_blocks, padded_rows
+from ...runtime.launch import Launch, Rows
 from ...runtime.triton_compat import compiler
 from ...scale_layouts import VECTOR_BYTES, in_vectors, tma_scale
 from .epilogue import CHUNK, Output
@@ -37,10 +37,14 @@ def _shared(rows: int, cols: int, dtype: gl.dtype) -> gl.NVMMASharedLayout:
 _VECTOR = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
 
 
-def data_map(data: Tensor, rows: int) -> TensorDescriptor:
-    """Return the map of a matrix for copies of ``rows`` rows by one k block."""
+def data_map(data: Tensor, rows: int, height: int | None = None) -> TensorDescriptor:
+    """Return the map of a matrix for copies of ``rows`` rows by one k block.
+
+    ``height``: the number of its rows, as :class:`Rows` if it may differ.
+    """
     layout = _shared(rows, BLOCK, gl.float8e4nv)
-    return TensorDescriptor(data, list(data.shape), [data.shape[1], 1], [rows, BLOCK], layout)
+    shape = [data.shape[0] if height is None else height, data.shape[1]]
+    return TensorDescriptor(data, shape, [data.shape[1], 1], [rows, BLOCK], layout)
 
 
 def scale_map(scale: Tensor, count: int, ld: int, minor: int, major: int) -> TensorDescriptor:
@@ -48,18 +52,22 @@ def scale_map(scale: Tensor, count: int, ld: int, minor: int, major: int) -> Ten
 
     A tile at the edge also reads scales for rows that it does not store.
     """
-    size = (major - 1) * ld + minor
+    before = (major - 1) * ld
+    size = minor.plus(before) if type(minor) is Rows else before + minor
     return TensorDescriptor(scale, [size], [1], [count], _VECTOR)
 
 
-def scales_of(x: Quantized, count: int) -> tuple[TensorDescriptor, int]:
+def scales_of(x: Quantized, count: int, height: int | None = None) -> tuple[TensorDescriptor, int]:
     """Return the map of a matrix's scales, to copy ``count`` each, and the stride of its lines.
 
     A line is a column of 1x128 scales and a row of 128x128 scales, as ``tma_scale`` lays them out.
+    ``height``: the number of rows of 1x128 scales, as :class:`Rows` if it may differ.
     """
     by_columns = x.format.rows == 1
     ld = x.scale.stride(1 if by_columns else 0)
     minor, major = x.scale.shape if by_columns else x.scale.shape[::-1]
+    if by_columns and height is not None:
+        minor = height
     return scale_map(x.scale, count, ld, minor, major), ld
 
 
@@ -91,11 +99,11 @@ def plan_gemm(
     several ``splits`` of K, a divisor of its number of blocks, their fp32 sums go to ``out`` one
     below the other, padded to whole tiles.
     """
-    rows, cols = out.shape
+    rows, cols = Rows(out.shape[0]), out.shape[1]
     (m, k), n = a.data.shape, b.data.shape[0]
     blocks = num_blocks(k)
     tma = fits_tma(out)
-    a_scale_map, a_scale_ld = scales_of(a, tile.a_scales)
+    a_scale_map, a_scale_ld = scales_of(a, tile.a_scales, Rows(m))
     b_scale_map, b_scale_ld = scales_of(b, tile.b_scales)
     tiles_m, tiles_n = ceil_div(m, tile.m), ceil_div(n, tile.n)
     output = Output(tma, bias is not None, splits > 1)
@@ -104,20 +112,22 @@ def plan_gemm(
     return Launch(
         gemm_kernel,
         (programs,),
-        (data_map(a.data, tile.a_rows), a_scale_map, data_map(b.data, tile.n), b_scale_map,
-         output_map(out) if tma else out, out, out if bias is None else bias, rows, cols,
+        (data_map(a.data, tile.a_rows, Rows(m)), a_scale_map, data_map(b.data, tile.n), b_scale_map,
+         output_map(out, rows) if tma else out, out, out if bias is None else bias, rows, cols,
          tiles_m, tiles_n, blocks // splits, splits, a_scale_ld, b_scale_ld, out.stride(0)),
         {"OUT": output, "T": tile},
         tile.options,
         compiler.hopper_gemm,
+        (out,),
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def sum_kernel(
     splits_ptr,
     bias_ptr,
     out_ptr,
+    M,
     N,
     split_stride,
     out_stride,
@@ -129,7 +139,7 @@ def sum_kernel(
     # One program sums COLUMNS columns of one row, always in the same order.
     row = (tl.program_id(0) // blocks_n).to(tl.int64)
     cols = tl.program_id(0) % blocks_n * COLUMNS + tl.arange(0, COLUMNS)
-    inside = cols < N
+    inside = (cols < N) & (row < M)
     source = splits_ptr + row * N + cols
     total = tl.load(source, mask=inside, other=0.0)
     for split in tl.static_range(1, SPLITS):
@@ -146,11 +156,13 @@ def plan_sum(splits: Tensor, bias: Tensor | None, out: Tensor) -> Launch:
     blocks_n = ceil_div(n, _SUM_COLUMNS)
     return Launch(
         sum_kernel,
-        (m * blocks_n,),
-        (splits, out if bias is None else bias, out, n, splits.stride(0), out.stride(0), blocks_n),
+        (padded_rows(m) * blocks_n,),
+        (splits, out if bias is None else bias, out, Rows(m), n, splits.stride(0), out.stride(0),
+         blocks_n),
         {"SPLITS": splits.shape[0], "COLUMNS": _SUM_COLUMNS, "HAS_BIAS": bias is not None},
         {"num_warps": 4, "enable_fp_fusion": True},
-    )
+        sized=(out,),
+    )  # fmt: skip
 
 
 def for_tma(x: Quantized) -> Quantized:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...devices import Card
-from ...formats import BLOCK, ceil_div
+from ...formats import BLOCK, ceil_div, padded_rows
 from .tile import Tile
 
 FILE = Path(__file__).with_name("tiles.json")
@@ -127,9 +127,12 @@ def choose_tile(
 ) -> tuple[Tile, int, float]:
     """Return the tile for a shape, the number of splits of K, and predicted microseconds.
 
+    It is the same for all m that round up to the same multiple of ``ROW_STEP``.
+
     ``plain`` is False for bias and masked stores together, for which tiles of two row waves have no
     registers. ``splits_k`` is False if the bits of a row must not depend on ``m``.
     """
+    m = padded_rows(m)
     predicted = {}
     for tile in TILES.values():
         if tile.b_block != b_block or not (plain or tile.rows == 1):
@@ -163,6 +166,7 @@ def programs_in_turn(items: int, at_once: int, us: float) -> int:
 
 def cublas_is_faster(m: int, n: int, blocks: int, b_block: int, card: Card) -> bool:
     """Return whether cuBLAS is predicted to be faster than the best tile."""
+    m = padded_rows(m)
     ours = choose_tile(m, n, blocks, b_block, card)[2]
     theirs = speeds(card.name)[CUBLAS[b_block]].microseconds(m, n, blocks, card.sms)
     return theirs < min(CUBLAS_MARGIN * ours, ours - CUBLAS_SAVES_US)

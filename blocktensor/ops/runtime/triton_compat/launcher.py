@@ -31,11 +31,11 @@ class Kernel(NamedTuple):
     Attributes:
         configuration: the function's address, the grid, threads, bytes of shared memory, CTAs of a
             cluster, cooperative launch, programmatic dependent launch.
-        parameters: each a tuple. ``("number", value)``, ``("rows", value)``,
+        parameters: each a tuple. ``("number", value)``, ``("rows", value)`` with :class:`Rows`,
             ``("pointer", tensor)``, or
-            ``("map", tensor, dtype, swizzle, fill, sizes, strides, box)``, whose last three are
+            ``("map", tensor, dtype, swizzle, fill, strides, box, sizes)``, whose last three are
             arguments of ``cuTensorMapEncodeTiled``: innermost first, strides in bytes, including
-            the stride of the whole tensor.
+            the stride of the whole tensor. Sizes may be :class:`Rows`.
     """
 
     configuration: tuple[Any, ...]
@@ -80,11 +80,11 @@ def _kernel_of(launch: Launch, compiled: Any) -> Kernel:
             continue
         if of.startswith("tensordesc<") and tensor is not None:
             parameters.append(_map(value, tensor, next(described, None)))
-            parameters += [("number", int(x)) for x in (*value.shape, *value.strides)]
+            parameters += map(_number, (*value.shape, *value.strides))
         elif of.startswith("*") and tensor is value:
             parameters.append(("pointer", tensor))
         elif of in ("i32", "i64") and isinstance(value, int):
-            parameters.append(("rows" if type(value) is Rows else "number", int(value)))
+            parameters.append(_number(value))
         else:
             raise Unsupported(f"an argument {of} that is {value!r}")
     parameters += [("number", 0), ("number", 0)]  # no scratch memory
@@ -98,6 +98,10 @@ def _kernel_of(launch: Launch, compiled: Any) -> Kernel:
         bool(run.launch_pdl),
     )
     return Kernel(configuration, parameters)
+
+
+def _number(value: int) -> tuple[str, int]:
+    return ("rows", value) if type(value) is Rows else ("number", int(value))
 
 
 _PARAMETER = re.compile(r"\.param (?:\.align \d+ )?\.(\w+)[^,\[\n]*(?:\[(\d+)\])?")
@@ -143,11 +147,12 @@ def _map(descriptor: Any, tensor: Tensor, metadata: Any) -> tuple[Any, ...]:
         raise Unsupported(f"a tensor descriptor with metadata {metadata}")
     dtype = _driver().TMA_DTYPE_DEVICE_TO_HOST[metadata["elem_type"]]
     fill = 1 if descriptor.padding == "nan" else 0
-    sizes, box = ([int(x) for x in reversed(v)] for v in (descriptor.shape, metadata["block_size"]))
+    sizes = [x if type(x) is Rows else int(x) for x in reversed(descriptor.shape)]
+    box = [int(x) for x in reversed(metadata["block_size"])]
     *outer, innermost = descriptor.strides
     if innermost != 1:
         raise Unsupported(f"a tensor descriptor with strides {descriptor.strides}")
     strides = [metadata["elem_size"] * int(x) for x in reversed(outer)]
     # the driver reads one fewer, but the array must not be empty
-    strides.append(sizes[-1] * (strides[-1] if strides else metadata["elem_size"]))
-    return "map", tensor, dtype, metadata["swizzle"], fill, sizes, strides, box
+    strides.append(int(sizes[-1]) * (strides[-1] if strides else metadata["elem_size"]))
+    return "map", tensor, dtype, metadata["swizzle"], fill, strides, box, sizes

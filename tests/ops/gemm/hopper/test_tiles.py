@@ -8,7 +8,14 @@ import pytest
 
 from blocktensor.ops.devices import H200
 from blocktensor.ops.gemm.hopper import tiles
-from blocktensor.ops.gemm.hopper.tiles import TILES, Speed, choose_tile, possible_splits, speeds
+from blocktensor.ops.gemm.hopper.tiles import (
+    TILES,
+    Speed,
+    choose_tile,
+    cublas_is_faster,
+    possible_splits,
+    speeds,
+)
 
 SMS = H200.sms
 
@@ -33,6 +40,17 @@ def test_the_file_knows_every_kernel(card: str) -> None:
     source = json.loads(tiles.FILE.read_text())[card]
     assert source["command"] == "python -m benchmarks tiles"
     assert card in source["gpu"]
+
+
+@pytest.mark.parametrize("n", [512, 2048, 6144])
+@pytest.mark.parametrize("b_block", [128, 1])
+def test_the_choice_is_the_same_within_a_step_of_rows(n: int, b_block: int) -> None:
+    """Recorded calls and unrecorded ones have the same bits."""
+    for first in (0, 64, 256, 4096):
+        chosen = {choose_tile(first + row, n, 56, b_block, H200) for row in range(1, 65)}
+        assert len(chosen) == 1
+        faster = {cublas_is_faster(first + row, n, 56, b_block, H200) for row in range(1, 65)}
+        assert len(faster) == 1
 
 
 def test_a_wave_more_takes_its_time() -> None:
