@@ -53,7 +53,7 @@ def without_rows(args: tuple[Any, ...]) -> Any:
 
 
 def in_steps(args: tuple[Any, ...]) -> Any:
-    """Layouts of arguments of a sequence, with rows in steps of 64; whole steps are told apart, and few."""
+    """Layouts of arguments of a sequence, with rows in steps of 64; but for whole steps and few."""
     rows = args[0].numel() // args[0].shape[-1]
     found = layouts(args)
     if rows < 64 or rows % 64 == 0:
