@@ -287,9 +287,9 @@ COMPILE_CACHE_KEY = Patch(
     name="compile_cache_key",
     target="torch.compiler.config:cache_key_tag",
     kind="attribute",
-    reason="its cache of compiled graphs does not see this package's code",
-    versions="torch before 2.13",
-    when=FP8_TENSOR,
+    reason="its caches of compiled graphs do not see this package's code",
+    versions="torch 2.11 to 2.13",
+    when=f"{FP8_TENSOR}, or a matmul that is compiled",
     test="tests/tensor/torch_internals/test_aot_autograd.py"
     "::test_torch_finds_compiled_graphs_by_the_key",
     without="after an update of blocktensor, torch.compile may run graphs of the version before: "

@@ -14,11 +14,12 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from ..ops import checks
-from ..ops.formats import group_rows, padded_rows
+from ..ops.formats import GROUP_STEP, ROW_STEP
 from ..ops.linear_layer import ops
 from ..ops.runtime import check_recordings
 from ..ops.runtime.launch import this_thread
 from ..ops.runtime.specialize import PLAIN, Decisions, must_dispatch
+from ..patches import COMPILE_CACHE_KEY
 from ..recipe import DEFAULT_RECIPE, Recipe
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.refusals import check_same_scaling
@@ -158,7 +159,9 @@ def _key(
     Raises:
         NotImplementedError: nested tensors, ``torch.jit.trace`` and ``torch.func``.
     """
-    if not is_compiling():
+    if is_compiling():
+        _name_our_code()
+    else:
         _refuse_surroundings(x)
         if LOSES_GRAPHS:
             watch_halves()
@@ -199,6 +202,14 @@ def _key(
         autocast_dtype(x) if torch._C._is_any_autocast_enabled() else None,
         None if offs is None else (w.stride(), offs.shape, offs.dtype, offs.device),
     )
+
+
+def _name_our_code() -> None:
+    """Let torch's caches of compiled graphs see this package's code; there may be no FP8 tensor."""
+    COMPILE_CACHE_KEY.apply()
+
+
+_name_our_code._dynamo_marked_constant = True  # type: ignore[attr-defined]  # runs while traced
 
 
 def _refuse_surroundings(x: Tensor) -> None:
@@ -254,7 +265,8 @@ def _in_steps(x: Tensor, offs: Tensor | None) -> int:
     rows = math.prod(x.shape[:-1])
     if isinstance(x, BlockwiseFP8Tensor):
         return rows
-    return padded_rows(rows) if offs is None else group_rows(rows)
+    step = ROW_STEP if offs is None else GROUP_STEP
+    return -(-rows // step) * step
 
 
 def _is_small(x: Tensor, w: Tensor, offs: Tensor | None) -> bool:

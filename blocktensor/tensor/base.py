@@ -13,7 +13,7 @@ from torch.compiler import is_compiling
 from .. import patches
 from ..ops.formats import BlockFormat
 from .refusals import name_module, refuse
-from .torch_internals.aot_autograd import plain_tangent, source_key
+from .torch_internals.aot_autograd import plain_tangent
 from .torch_internals.callers import address_as_a_name, caller
 
 TORCH_FUNCTIONS: dict[Any, Callable[..., Any]] = {}
@@ -143,12 +143,12 @@ class FP8Base(Tensor):
         return plain_tangent(self)
 
     def _stable_hash_for_caching(self) -> str:
-        """Return the key for torch's compile cache: structure, layouts and our code."""
+        """Return the key for torch's compile cache: structure and layouts."""
         names, context = self.__tensor_flatten__()  # type: ignore[attr-defined]
         inner = [getattr(self, name) for name in names]
         layouts = [(x.shape, x.stride(), x.dtype, x.device) for x in inner]
         known = (type(self).__name__, self.dtype, self.requires_grad, names, layouts, context)
-        return repr((known, source_key()))
+        return repr(known)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -69,7 +69,7 @@ FP8: 93.9% of FLOPs; fp32: lm_head 6.1%""",
 
 def test_shares_and_totals_are_those_of_torchs_counter() -> None:
     model = converted(Model())
-    tokens = TOKENS.repeat(4, 1)  # a multiple of 16: torch counts the tokens that casts add
+    tokens = TOKENS.repeat(16, 1)  # a multiple of 64: torch counts the tokens that casts add
     report = audit(model, tokens)
     with FlopCounterMode(display=False) as counter:
         model(tokens).sum().backward()

@@ -104,12 +104,12 @@ def test_the_problems_are_those_of_the_products(
     assert asked == [
         GemmProblem(10, 70, 130, rows, squares, act, cpu, bias=act),
         GemmProblem(10, 130, 70, rows, squares, act, cpu),
-        GemmProblem(70, 130, 16, rows, squares, weight, cpu),  # tokens in whole vectors
+        GemmProblem(70, 130, 64, rows, squares, weight, cpu),  # tokens in a step of 64
         GemmProblem(10, 130, 70, rows, squares, act, cpu),
         GemmProblem(10, 70, 130, rows, squares, act, cpu),
         GemmProblem(10, 70, 130, rows, squares, torch.float16, cpu),
         GemmProblem(10, 130, 70, rows, squares, torch.float16, cpu),
-        GemmProblem(70, 130, 16, rows, squares, torch.float16, cpu),
+        GemmProblem(70, 130, 64, rows, squares, torch.float16, cpu),
     ]
 
 

@@ -10,6 +10,7 @@
   the result. Ops with a tag stay, and so do those that read them.
 - Its cache of compiled graphs finds one by what Dynamo has traced: a call of ``F.linear`` with a
   weight. What AOTAutograd makes of that call is this package's code, which the key must name.
+  Inductor's cache finds one by the ops of a graph, whose results this package lays out.
 """
 
 from __future__ import annotations
@@ -105,8 +106,6 @@ def source_key() -> str:
     return digest.hexdigest()
 
 
-if torch.__version__ < "2.13":  # it does not ask a tensor for its key
-
-    @COMPILE_CACHE_KEY.made_by
-    def _with_our_code(tag: str) -> str:
-        return tag + source_key()
+@COMPILE_CACHE_KEY.made_by
+def _with_our_code(tag: str) -> str:
+    return tag + source_key()

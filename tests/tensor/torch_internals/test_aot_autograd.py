@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -20,7 +22,6 @@ from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTens
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, Recipe, quantize
-from blocktensor.tensor import base
 from blocktensor.tensor.torch_internals import aot_autograd as package_source
 from blocktensor.tensor.torch_internals.aot_autograd import plain_tangent, share_storage, source_key
 from tests.support.compiling import afresh, fresh, instantiates
@@ -262,17 +263,31 @@ def test_the_key_is_that_of_the_source(package: Path, monkeypatch: pytest.Monkey
 def test_torch_finds_compiled_graphs_by_the_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a second process does, in which nothing but the files of the cache is known."""
+    """As a second process does, in which nothing but the files of the cache is known.
+
+    AOTAutograd's cache finds nothing under another key, and then inductor's finds nothing.
+    """
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     module, x, found = linear(256, 256), randn(8, 256), []
+    assert torch.compiler.config.cache_key_tag.endswith(source_key())
     for key in ("a", "a", "b"):
-        tag: Any = nullcontext()
-        if torch.__version__ < (2, 13):
-            assert torch.compiler.config.cache_key_tag.endswith(base.source_key())
-            tag = torch.compiler.config.patch(cache_key_tag=key + base.source_key())
-        else:
-            monkeypatch.setattr(base, "source_key", lambda key=key: key)
+        tag = torch.compiler.config.patch(cache_key_tag=key + source_key())
         with tag, fresh(), torch.no_grad():
             assert torch.equal(torch.compile(module)(x), module(x))
-            found.append(counters["aot_autograd"]["autograd_cache_hit"])
-    assert found == [0, 1, 0]
+            hits = counters["aot_autograd"]["autograd_cache_hit"]
+            found.append((hits, counters["inductor"]["fxgraph_cache_miss"]))
+    assert found == [(0, 1), (1, 0), (0, 1)]
+
+
+def test_a_compiled_matmul_of_plain_weights_names_our_code() -> None:
+    """No FP8 tensor is made."""
+    script = """
+import torch, blocktensor
+from blocktensor import functional
+assert torch.compiler.config.cache_key_tag == ""
+linear = torch.compile(lambda x, w: functional.linear(x, w), backend="aot_eager", fullgraph=True)
+linear(torch.zeros(4, 128), torch.zeros(128, 128, requires_grad=True)).sum().backward()
+from blocktensor.tensor.torch_internals.aot_autograd import source_key
+assert torch.compiler.config.cache_key_tag == source_key()
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
