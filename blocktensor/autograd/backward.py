@@ -40,11 +40,6 @@ def given_out(y: Tensor, shape: Sequence[int]) -> Tensor:
     return made
 
 
-def in_shape(dx: Tensor | None, shape: Sequence[int]) -> Tensor | None:
-    """Return the gradient ``dx[M, K]`` of an input in the shape of the input."""
-    return dx if dx is None or len(shape) == 2 else dx.view(shape)
-
-
 def run_backward(
     ctx: Any,
     grads: tuple[Any, ...],

@@ -36,7 +36,6 @@ from .backward import (
     FP8Function,
     Gradients,
     given_out,
-    in_shape,
     refuse_gradients,
     run_backward,
 )
@@ -292,8 +291,9 @@ def _gradients_of_node(
 def _gradients(state: _State, saved: list[Any], grads: list[Any], asked: list[bool]) -> Gradients:
     """Return the gradients of the operands of :func:`_forward`, up to the bias of down."""
     compute = _repeated if _may_repeat(state, saved[7:], grads[0], asked) else _op_by_op
-    dx, dx_again, *others = compute(state, saved, grads, asked)
-    return in_shape(dx, state.x_shape), in_shape(dx_again, state.x_shape), *others
+    made = compute(state, saved, grads, asked)
+    dxs = [None if dx is None else dx.view(state.x_shape) for dx in made[:2]]
+    return *dxs, *made[2:]
 
 
 def _repeated(state: _State, saved: list[Any], grads: list[Any], asked: list[bool]) -> Gradients:

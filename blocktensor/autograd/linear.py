@@ -26,7 +26,6 @@ from .backward import (
     FP8Function,
     Gradients,
     given_out,
-    in_shape,
     refuse_gradients,
     run_backward,
 )
@@ -264,7 +263,8 @@ def _gradients_of_context(
 ) -> Gradients:
     """Return a gradient for each argument of :meth:`FP8Linear.forward`."""
     dx, *made = _gradients(ctx.plan, ctx.weight, ctx.product, saved, grads, asked)
-    return in_shape(dx, ctx.x_shape), *made, *(None,) * (3 + ctx.casts)
+    dx = None if dx is None else dx.view(ctx.x_shape)
+    return dx, *made, *(None,) * (3 + ctx.casts)
 
 
 def _gradients_of_node(

@@ -165,7 +165,7 @@ def _key(
         _refuse_surroundings(x)
         if LOSES_GRAPHS:
             watch_halves()
-    x_inner, w_inner = inner(x), inner(w)
+    rows, x_inner, w_inner = _in_steps(x, offs), inner(x), inner(w)
     if (
         not isinstance(w, FP8_TYPES)
         or must_dispatch(x_inner)
@@ -187,7 +187,7 @@ def _key(
     else:
         weight_key = w.format, w.recipe.wgrad_input, w.recipe.batch_invariant
     return (  # every eager call builds it
-        (_in_steps(x, offs), x.shape[-1:], x.ndim),
+        (rows, x.shape[-1:], x.ndim),
         (x.dtype, x.device, x.requires_grad),
         (*x.formats, x.columnwise_data is None, x.source is None)
         if isinstance(x, BlockwiseFP8Tensor)
