@@ -53,6 +53,7 @@ from .linear import grouped_linear, has_no_experts, linear
 from .pipelining import is_input_half, watch_halves
 from .products import product_of
 from .repeat import Repeated
+from .saved_kinds import mark_activations
 from .saved_weight import SavedWeight, hold_cast
 
 
@@ -209,6 +210,8 @@ def _forward(
             return row
 
         y, x_col, h_col, gate, up = _fprop(x, read, biases, offs, plan)
+    if not plan.down.tracing:
+        mark_activations(gate, up)
     of_x, of_h = ((None, None) if form is None else form[:2] for form in (x_col, h_col))
     state = _State(plan, given, tuple(reads), (len(saved[0]), len(saved[1])), x.shape)
     return y, (offs, *of_x, *of_h, gate, up, *saved[0], *saved[1], *saved[2]), state

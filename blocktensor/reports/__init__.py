@@ -1,5 +1,7 @@
 """The classes of reports that ``convert``, ``fuse``, ``audit`` and others return."""
 
+from ..autograd.saved_report import SavedKind
+from ..autograd.saved_tensors import SavedTensors
 from ..checkpoint.load import LoadReport
 from ..conversion.report import ConversionReport
 from ..fusion.fuse import FusionEntry, FusionReport
@@ -24,6 +26,8 @@ __all__ = [
     "Monitor",
     "Part",
     "Report",
+    "SavedKind",
+    "SavedTensors",
     "Setup",
     "SharingReport",
     "TrainingPlan",

@@ -18,6 +18,7 @@ from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.moe import GroupedExperts, TokenChoiceTopKRouter
 from torchtitan.tools.logging import logger
 
+from ...autograd.saved_tensors import saved_tensors_in_fp8
 from ...conversion.convert import convert
 from ...fusion.fuse import fuse
 from ...fusion.fused_class import fused_modules
@@ -62,6 +63,9 @@ class BlockwiseFP8Converter(QuantizationConverter):
 
         fuse: bool = False
         """Run gated MLPs with casts made where values are computed (``blocktensor.fuse``)."""
+
+        saved_tensors_in_fp8: bool = False
+        """Save activations for backward in FP8 (``blocktensor.saved_tensors_in_fp8``)."""
 
         scale: ScaleRounding = "fp32"
         """Rounding of scales; see blocktensor.Recipe."""
@@ -142,6 +146,8 @@ class BlockwiseFP8Converter(QuantizationConverter):
         logger.info("blockwise FP8: what was converted\n%s", report)
         if config.fuse:
             logger.info("blockwise FP8: what was fused\n%s", fuse(model))
+        if config.saved_tensors_in_fp8:
+            saved_tensors_in_fp8().register(model)
 
 
 _CONVERTER = "_blockwise_fp8_converter"

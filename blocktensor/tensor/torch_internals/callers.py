@@ -115,6 +115,22 @@ def saves_parts() -> bool:
     return who is not None and not who.local("info").full_state_dict
 
 
+def is_saved_by_graph() -> bool:
+    """Return True if AOTAutograd calls a pack hook, which asks: a compiled graph saves a tensor.
+
+    These are intermediates of the graph, which have no place in a graph of autograd.
+    """
+    ours = __name__.partition(".")[0]
+    found = (x for x in callers() if not x.module.startswith((f"{ours}.", "torch._dynamo.")))
+    asks, by = next(found, None), next(found, None)
+    return (
+        asks is not None
+        and by is not None
+        and asks.place == ("torch.autograd.function", "apply")
+        and by.module.startswith("torch._functorch.")
+    )
+
+
 def modules_that_run() -> list[nn.Module]:
     """Return the modules whose methods are on the stack, from the innermost outward."""
     found = (x.local("self") for x in callers())

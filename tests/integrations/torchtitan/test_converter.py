@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tests.support import titan_cpu
 
@@ -19,7 +19,7 @@ from torchtitan.models.deepseek_v3 import model_registry as deepseek_v3
 from torchtitan.models.llama3 import model_registry as llama3
 from torchtitan.models.llama3.config_registry import llama3_debugmodel
 
-from blocktensor import BlockwiseFP8Weight, Recipe
+from blocktensor import BlockwiseFP8Weight, Recipe, saved_tensors_in_fp8
 from blocktensor.integrations.torchtitan import BlockwiseFP8Converter, with_blockwise_fp8
 
 
@@ -120,6 +120,26 @@ def test_recipe_and_fusion() -> None:
         assert not hasattr(layer.feed_forward, "_fused_pattern")
     fused = converted(llama3, fuse=True).layers["0"].feed_forward
     assert fused._fused_pattern.linears == ("w1", "w3", "w2")
+
+
+class First(nn.Module):
+    def forward(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
+        return x
+
+
+def test_activations_saved_in_fp8() -> None:
+    """The context is entered by hooks of the model."""
+    tokens = torch.zeros(1, 256, dtype=torch.int64, device="meta")
+    for wanted in (False, True):
+        model = converted(llama3, saved_tensors_in_fp8=wanted)
+        model.layers["0"].attention = First()  # FlexAttention needs masks
+        with saved_tensors_in_fp8(enabled=False) as watch:
+            model(tokens)
+        hooks = [hook.__self__ for hook in model._forward_pre_hooks.values()]
+        assert len(hooks) == wanted
+        assert (watch.bytes_after == 0) == wanted
+        for hook in hooks:
+            assert "FP8" in {kind.kept_as for kind in hook._context.kinds}
 
 
 def test_the_report_is_logged_and_configs_show_the_choices(

@@ -1,0 +1,205 @@
+"""Pack an activation to e4m3 in 1x128 blocks, by how it lies in memory, and unpack it.
+
+The rows of a cast are rows of memory. So ``x``, ``x.view(...)`` and ``x.transpose(...)`` have one
+cast, and no pack copies x first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..ops.cast.ops import dequantize, quantize_rowwise
+from ..ops.formats import BLOCKS_1X128, Quantized
+from ..ops.runtime.specialize import watching
+
+
+class Rows(NamedTuple):
+    """The memory of a tensor as rows of numbers.
+
+    Attributes:
+        sizes, strides: of the memory, with as few dimensions as possible; no element occurs twice.
+        width: elements of a row, which ends a block; at least those of one block.
+    """
+
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    width: int
+
+    @property
+    def numel(self) -> int:
+        """The number of elements."""
+        return math.prod(self.sizes)
+
+
+def rows_of(x: Tensor) -> Rows | None:
+    """Return the rows of the memory of ``x``, or None where it has none to cast.
+
+    A row is one of the tensor that ``x`` is a view of, if ``x`` holds such rows whole; else the
+    part of it that ``x`` holds; else a row of ``x``. Rows of less than a block are joined.
+    """
+    if x.is_neg():
+        return None  # memory holds other values: kernels do not see this bit
+    base = x if x._base is None else x._base
+    return _rows(x.shape, x.stride(), _inner_size(base.shape, base.stride()))
+
+
+@lru_cache(maxsize=1024)
+def _rows(shape: Sequence[int], strides: Sequence[int], base_width: int) -> Rows | None:
+    """Return the rows of a tensor with this shape and these strides.
+
+    ``base_width``: elements in a row of the tensor that it is a view of.
+    """
+    in_memory: list[list[int]] = []  # sizes and strides
+    for dim in _by_stride(shape, strides):
+        size, stride = shape[dim], strides[dim]
+        extent = size * stride
+        if in_memory and in_memory[-1][1] < extent:
+            return None  # the memory overlaps
+        if in_memory and in_memory[-1][1] == extent:
+            in_memory[-1] = [in_memory[-1][0] * size, stride]
+        else:
+            in_memory.append([size, stride])
+    if 0 in shape or not in_memory or in_memory[-1][1] != 1:
+        return None
+    run, block = in_memory[-1][0], BLOCKS_1X128.cols
+    part = run if len(in_memory) > 1 and run < base_width else base_width
+    # all views of short rows have rows of one block, so that they share a cast
+    is_short = base_width < block
+    widths = (block,) if is_short else (base_width, part, _inner_size(shape, strides), block)
+    for width in widths:
+        if width >= block and run % width == 0:
+            sizes, steps = zip(*in_memory, strict=True)
+            return Rows(sizes, steps, width)
+    return None
+
+
+@lru_cache(maxsize=1024)
+def _inner_size(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Return the size of the dimension that is contiguous in memory."""
+    dims = _by_stride(shape, strides)
+    return shape[dims[-1]] if dims and strides[dims[-1]] == 1 else 1
+
+
+@lru_cache(maxsize=1024)
+def _without_gaps(shape: Sequence[int], strides: Sequence[int]) -> Sequence[int]:
+    """Return strides of a tensor that has the same order of dimensions and no gaps in memory."""
+    made, step = [*strides], 1
+    for dim in reversed(_by_stride(shape, strides)):
+        made[dim] = step
+        step *= shape[dim]
+    return tuple(made)
+
+
+def _by_stride(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
+    """Return the dimensions that step through memory, the largest step first."""
+    dims = [i for i, size in enumerate(shape) if size > 1 and strides[i] > 0]
+    return sorted(dims, key=strides.__getitem__, reverse=True)
+
+
+class Packed:
+    """The cast of a tensor's memory, which all savers of this memory share.
+
+    Attributes:
+        cast: e4m3 data ``[rows, width]`` and fp32 scales.
+        dtype: of the tensor.
+    """
+
+    __slots__ = ("__weakref__", "cast", "dtype")
+
+    def __init__(self, x: Tensor, rows: Rows) -> None:
+        memory = x.as_strided(rows.sizes, rows.strides).reshape(-1, rows.width)
+        with watching(None):  # monitors measure the casts of matmuls
+            self.cast: Quantized = quantize_rowwise(memory, BLOCKS_1X128)
+        self.dtype = x.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of data and scales."""
+        return sum(part.untyped_storage().nbytes() for part in self.cast[:2])
+
+
+class Version:
+    """The version of a tensor, without its memory.
+
+    An alias shares the counter of in-place changes with the tensor. Given other memory, it keeps
+    the counter.
+    """
+
+    __slots__ = ("_alias", "_saved")
+
+    def __init__(self, x: Tensor, keep_memory: bool = False) -> None:
+        self._alias, self._saved = x, x._version
+        if not keep_memory:
+            self._alias = x.detach()
+            self._alias.data = x.new_empty(0)
+
+    def check(self, dtype: torch.dtype, shape: Sequence[int] | None, how: str = "") -> None:
+        """Raise if the tensor was changed in place since it was saved.
+
+        Args:
+            dtype, shape: of the tensor; no shape of a nested one.
+            how: it was saved.
+
+        Raises:
+            RuntimeError: it was changed.
+        """
+        if self._alias._version == self._saved:
+            return
+        of = "" if shape is None else f" {list(shape)}"
+        raise RuntimeError(
+            f"one of the variables needed for gradient computation has been modified by an "
+            f"inplace operation: a {dtype} tensor{of}{how} is at version {self._alias._version}; "
+            f"expected version {self._saved} instead. torch.autograd.set_detect_anomaly(True) "
+            f"finds the operation that failed to compute its gradient; clone the tensor before the "
+            f"change, or change it out of place"
+        )
+
+
+class SavedTensor:
+    """A saved tensor whose values are in a :class:`Packed`."""
+
+    __slots__ = ("_packed", "_shape", "_strides", "_version")
+
+    def __init__(self, x: Tensor, packed: Packed) -> None:
+        self._packed, self._shape, self._version = packed, x.shape, Version(x)
+        self._strides = _without_gaps(x.shape, x.stride())
+
+    @torch.no_grad()
+    def unpack(self) -> Tensor:
+        """Return the rounded values; strides are those of the tensor, without gaps in memory.
+
+        Raises:
+            RuntimeError: the tensor was changed in place since it was saved.
+        """
+        packed = self._packed
+        self._version.check(packed.dtype, self._shape, ", saved in FP8,")
+        with watching(None):
+            made: Any = dequantize(packed.cast, packed.dtype)
+        return made.as_strided(self._shape, self._strides)
+
+
+class KeptTensor:
+    """A saved tensor that is not packed."""
+
+    __slots__ = ("_tensor", "_version")
+
+    def __init__(self, x: Tensor) -> None:
+        # The node that has computed x may be the one that saves it: no reference to it through x.
+        self._tensor = x if x.is_leaf else x.detach()
+        self._version = Version(self._tensor, keep_memory=True)
+
+    def unpack(self) -> Tensor:
+        """Return the tensor.
+
+        Raises:
+            RuntimeError: the tensor was changed in place since it was saved.
+        """
+        x = self._tensor
+        self._version.check(x.dtype, None if x.is_nested else x.shape)
+        return x

@@ -1,0 +1,240 @@
+"""Save the activations that backward waits for in FP8, by a pair of saved-tensor hooks of torch."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.compiler import is_compiling, is_dynamo_compiling
+from torch.utils.hooks import RemovableHandle
+
+from .packed import KeptTensor, SavedTensor, rows_of
+from .packed_once import packed_once
+from .saved_kinds import MIN_ELEMENTS, OF_GRAPH, SMALL, why_kept
+from .saved_report import SavedReport
+
+IN_GRAPHS = (
+    "what a compiled graph saves is kept in high precision; enter the context outside of it, "
+    "around parts of the model that run eagerly, or compile with a smaller "
+    "torch._functorch.config.activation_memory_budget"
+)
+
+_CHECKPOINT = "torch.utils.checkpoint"
+"""The module whose hooks save nothing: its forwards run again."""
+
+
+class SavedTensors(SavedReport):
+    """The context of :func:`saved_tensors_in_fp8`; ``print`` shows what was saved in it last.
+
+    Attributes:
+        enabled: False if the context keeps all tensors as they are.
+    """
+
+    def __init__(self, enabled: bool = True) -> None:
+        super().__init__()
+        self.enabled = enabled
+
+    def __enter__(self) -> SavedTensors:
+        if is_dynamo_compiling():
+            raise NotImplementedError(f"saved_tensors_in_fp8 in a compiled function: {IN_GRAPHS}")
+        _untraced(self.enter)(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        _untraced(self.leave)(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.enabled,)  # a copy has its own figures
+
+    def enter(self, owner: object) -> None:
+        """Begin to apply to this thread until ``owner`` leaves."""
+        entered = _this_thread.entered
+        if all(other.context is not self for other in entered):
+            self.start_counting()
+        entered.append(_Entered(self, owner))
+
+    def leave(self, owner: object) -> None:
+        """End what ``owner`` began in this thread, and what an exception left behind since."""
+        entered = _this_thread.entered
+        begun = [i for i, each in enumerate(entered) if each.owner is owner]
+        while begun and len(entered) > begun[-1]:
+            entered.pop().end()
+        if all(other.context is not self for other in entered):
+            self.stop_counting()
+
+    def register(self, module: nn.Module) -> Registered:
+        """Enter this context in every forward of ``module``.
+
+        Copies and pickles of the module do so too, each in a context of its own.
+
+        Returns:
+            A handle, whose ``remove()`` ends this.
+
+        Raises:
+            TypeError: ``module`` is not a module.
+        """
+        if not isinstance(module, nn.Module):
+            raise TypeError(
+                f"register got a {type(module).__name__}: expected a module, in whose forwards "
+                f"tensors are saved in FP8"
+            )
+        return Registered(self, module)
+
+    def _pack(self, x: Tensor) -> SavedTensor | KeptTensor:
+        reason = self._why_kept(x)
+        if reason == OF_GRAPH:
+            _warn_of_graphs()
+        rows = rows_of(x) if reason is None else None
+        if rows is None or rows.numel < MIN_ELEMENTS or self.holds(x):
+            self.count_kept(x, reason or (SMALL if rows else "not in rows of 128 elements"))
+            return KeptTensor(x)
+        packed, is_new = packed_once(x, rows)
+        if is_new:
+            self.count_packed(x, rows, packed)
+        return SavedTensor(x, packed)
+
+    def _why_kept(self, x: Tensor) -> str | None:
+        if reason := why_kept(x):
+            return reason
+        if _in_backward():
+            return "saved in a backward"
+        return None if self.enabled else "not enabled"
+
+
+class Registered:
+    """The hooks on a module whose forwards enter a context."""
+
+    def __init__(self, context: SavedTensors, module: nn.Module) -> None:
+        self._context = context
+        self._handles: list[RemovableHandle] = [
+            module.register_forward_pre_hook(self._begin),
+            module.register_forward_hook(self._end, always_call=True),
+        ]
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _begin(self, module: nn.Module, args: Any) -> None:
+        if is_compiling():
+            _warn_of_graphs()
+        else:
+            self._context.leave(self)  # after a KeyboardInterrupt torch calls no hook that leaves
+            self._context.enter(self)
+
+    def _end(self, module: nn.Module, args: Any, result: Any) -> None:
+        if not is_compiling():
+            self._context.leave(self)
+
+
+class _Entered:
+    """A context that a thread has entered.
+
+    Attributes:
+        context: the context.
+        owner: the context itself, or the hooks of a module that have entered it.
+    """
+
+    def __init__(self, context: SavedTensors, owner: object) -> None:
+        self.context, self.owner = context, owner
+        self._hook: Any = None
+        top = _top_hooks()
+        saves_nothing = top is not None and getattr(top[0], "__module__", None) == _CHECKPOINT
+        if not (saves_nothing or _in_backward()):
+            self._hook = _untraced(context._pack)
+            torch._C._autograd._push_saved_tensors_default_hooks(self._hook, _untraced(_unpack))
+
+    def end(self) -> None:
+        """Remove the hooks of torch."""
+        top = _top_hooks()
+        if top is not None and top[0] is self._hook:
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+
+
+def _in_backward() -> bool:
+    """Return True if a backward runs in this thread: what it saves, it reads soon."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def _untraced(function: Any) -> Any:
+    """Return a function that Dynamo does not trace where it is called between graphs."""
+    if "torch._dynamo" not in sys.modules:
+        return function
+    reason = (
+        "compiled autograd cannot unpack what saved_tensors_in_fp8 has packed: run this backward "
+        "eagerly, or the forward outside of the context"
+    )
+    return torch.compiler.disable(function, reason=reason)
+
+
+def _top_hooks() -> Any:
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
+def _unpack(saved: SavedTensor | KeptTensor) -> Tensor:
+    return saved.unpack()
+
+
+def _warn_of_graphs() -> None:
+    warnings.warn(f"saved_tensors_in_fp8: {IN_GRAPHS}", UserWarning, stacklevel=2)
+
+
+_warn_of_graphs._dynamo_marked_constant = True  # type: ignore[attr-defined]  # runs while traced
+
+
+class _Thread(threading.local):
+    """State of the calling thread."""
+
+    def __init__(self) -> None:
+        self.entered: list[_Entered] = []
+
+
+_this_thread = _Thread()
+
+
+def saved_tensors_in_fp8(enabled: bool = True) -> SavedTensors:
+    """Save activations for backward in FP8 instead of bf16, fp16 or fp32.
+
+    Enter the returned context around a forward, like ``torch.autograd.graph.save_on_cpu``. Backward
+    then computes with the rounded values: e4m3 in blocks of 128 elements of a row, with fp32
+    scales, 1.03 bytes an element. Outputs and the loss do not change.
+
+    Only activations are packed: plain tensors in bf16, fp16 or fp32 of at least 4096 elements that
+    autograd has computed, not from parameters alone. Parameters, masks, tables of positions,
+    statistics and FP8 tensors are kept as they are, and so are logarithms of probabilities and what
+    attention saves: tensors of more than three dimensions, or of three with the last at most 256.
+    Tensors that share memory are packed once. Of parts that ``torch.utils.checkpoint`` runs again,
+    the inputs are packed.
+
+    Args:
+        enabled: False keeps all tensors as they are, inside of a context that packs.
+
+    Returns:
+        A context, which can be entered again. It is also a report: ``print`` shows what was saved
+        in it last. ``register(module)`` enters it in every forward of a module.
+
+    Raises:
+        TypeError: ``enabled`` is not a bool.
+        NotImplementedError: the context is entered in a compiled function.
+        RuntimeError: in backward, a tensor was changed in place after it had been saved.
+
+    Examples:
+        >>> model = nn.Sequential(nn.Linear(256, 512), nn.SiLU(), nn.Linear(512, 256)).bfloat16()
+        >>> x = torch.randn(64, 256, dtype=torch.bfloat16)
+        >>> with blocktensor.saved_tensors_in_fp8() as saved:
+        ...     y = model(x)
+        >>> y.sum().backward()
+        >>> saved.bytes_before // 1024, saved.bytes_after // 1024
+        (160, 98)
+    """
+    if not isinstance(enabled, bool):
+        raise TypeError(
+            f"saved_tensors_in_fp8 got a {type(enabled).__name__}: expected enabled=True or False; "
+            f"saved_tensors_in_fp8().register(module) packs what the forwards of a module save"
+        )
+    return SavedTensors(enabled)
