@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from .page_parts import Content, image, on_cards, section, source, table, times
+from .popular import MODELS
 from .profiled import SHOWN
 from .results import Row, columns, select
 from .timing import MODES
@@ -182,6 +183,13 @@ def _of_popular(
     return made
 
 
+def _not_measured(content: Content) -> str:
+    """Return a remark that names the models of which a run that was stopped has no rows."""
+    measured = {row["model"] for row in content["rows"]}
+    missing = [model for model in MODELS if model not in measured]
+    return f"; not measured: {', '.join(missing)}" if missing else ""
+
+
 def popular(content: Content, page: Path) -> list[str]:
     """Layers of popular models."""
     modes = "eager", "graphs"
@@ -192,6 +200,7 @@ def popular(content: Content, page: Path) -> list[str]:
         ("", "tokens", "converted by default", *titles),
         _of_popular(content["rows"], list(_POPULAR), modes),
         content,
+        _not_measured(content),
     )
 
 
@@ -203,6 +212,7 @@ def popular_in_brief(content: Content, page: Path) -> list[str]:
         ("", "tokens", "converted", "`convert`", "every layer, `fuse`"),
         _of_popular(rows, ["fp8", "fp8, every layer, fused"], ["eager"]),
         content,
+        _not_measured(content),
     )
 
 

@@ -18,6 +18,7 @@ import torch
 import blocktensor as bt
 
 from .hf_llama import absent, in_bf16
+from .results import AUTOGRAD
 from .timing import Call, by_mode, graphed, round_robin
 
 VARIANTS = "bf16", "fp8", "fp8, every layer", "fp8, every layer, fused"
@@ -57,8 +58,8 @@ QUICK: dict[str, Any] = {"models": ["Qwen3-0.6B"], "tokens": TOKENS[:1], "rounds
 
 
 def facts() -> dict[str, Any]:
-    """Return the reason why nothing was measured, if there is one."""
-    return {"absent": absent()}
+    """Return the reason why nothing was measured, if there is one, and where backwards ran."""
+    return {"absent": absent(), "environment": {"backward": AUTOGRAD}}
 
 
 def make_model(name: str, of: Model, device: torch.device | str = "cuda") -> Any:

@@ -77,13 +77,16 @@ def write(
 ) -> Path:
     """Write ``name.json`` atomically: environment, any ``extra`` facts, and the rows.
 
+    A fact ``environment`` is added to the environment, or replaces what this process has now.
+
     ``partial`` rows go to ``name.partial.json``, which the whole ones replace: what a run that is
     killed has measured is not lost.
     """
     folder.mkdir(parents=True, exist_ok=True)
     unfinished = folder / f"{name}.partial.json"
     target = unfinished if partial else folder / f"{name}.json"
-    content = json.dumps({"environment": environment(name), **extra, "rows": rows}, indent=1)
+    about = environment(name) | extra.pop("environment", {})
+    content = json.dumps({"environment": about, **extra, "rows": rows}, indent=1)
     with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".tmp", delete=False) as file:
         file.write(content + "\n")
     os.replace(file.name, target)

@@ -47,9 +47,10 @@ def round_robin(
     Every candidate runs in turn in short blocks, so that all share one power and temperature
     state. The order is drawn anew every other round, and reversed in between: no candidate comes
     first, or follows the one that heats or cools the card most, more often than another. Each
-    cycles through its own list of calls (rotating inputs), so that nothing is found in L2. Nothing
-    waits for the GPU between blocks, as in training: host time counts where it is longer than
-    device time. Two rounds warm up.
+    cycles through its own list of calls (rotating inputs), so that nothing is found in L2. Host
+    time counts where it is longer than device time, as in training: each block begins with an idle
+    GPU, on which no other candidate's work hides it, and with a call that is not timed. Two rounds
+    warm up.
     """
     names = list(candidates)
     counts = {}
@@ -63,9 +64,12 @@ def round_robin(
     order = random.Random(0)
     turns = list(names)
     for turn in range(rounds + 2):
-        # the first block of a round also waits for the host
         turns = turns[::-1] if turn % 2 else order.sample(names, len(names))
-        blocks = [(name, timed_block(candidates[name], counts[name])) for name in turns]
+        blocks = []
+        for name in turns:
+            torch.cuda.synchronize()
+            candidates[name][-1]()
+            blocks.append((name, timed_block(candidates[name], counts[name])))
         torch.cuda.synchronize()
         for name, (start, end) in blocks if turn >= 2 else ():
             times[name].append(start.elapsed_time(end) / counts[name])

@@ -14,26 +14,31 @@ from benchmarks import gemm, timing
 
 
 class Clock:
-    """Stands for ``torch.cuda``'s events: time passes when a call says so."""
+    """Stands for ``torch.cuda``: time passes when a call says so."""
 
     def __init__(self) -> None:
-        self.now = 0.0
+        self.now = 0.0  # of the host
+        self.idle = 0.0  # when the GPU has done what it was given
 
     def event(self, enable_timing: bool) -> Any:
-        recorded = SimpleNamespace(at=0.0, synchronize=lambda: None)
-        recorded.record = lambda: setattr(recorded, "at", self.now)
+        recorded = SimpleNamespace(at=0.0, synchronize=self.synchronize)
+        recorded.record = lambda: setattr(recorded, "at", max(self.now, self.idle))
         recorded.elapsed_time = lambda end: end.at - recorded.at
         return recorded
 
-    def spend(self, ms: float) -> None:
+    def spend(self, ms: float, on_gpu: float = 0.0) -> None:
         self.now += ms
+        self.idle = max(self.now, self.idle) + on_gpu
+
+    def synchronize(self) -> None:
+        self.now = max(self.now, self.idle)
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(torch.cuda, "Event", clock.event)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", clock.synchronize)
     return clock
 
 
@@ -56,13 +61,25 @@ def test_blocks_are_equally_long_and_inputs_rotate(clock: Clock) -> None:
 
     calls = {"a": [call("a0", 1.0), call("a1", 1.0)], "b": [call("b", 4.0)]}
     timing.round_robin(calls, rounds=4, block_ms=12.0)
-    # once each, three to estimate, then six blocks of 12 ms
-    assert seen == {"a0": 1 + 2 + 36, "a1": 1 + 1 + 36, "b": 1 + 3 + 18}
+    # once each, three to estimate, then six blocks of 12 ms, each after one call
+    assert seen == {"a0": 1 + 2 + 36, "a1": 1 + 1 + 36 + 6, "b": 1 + 3 + 18 + 6}
+
+
+def test_no_work_of_another_candidate_hides_host_time(clock: Clock) -> None:
+    calls: Any = {
+        "of the GPU": [partial(clock.spend, 0.1, 30.0)],
+        "of the host": [partial(clock.spend, 4.0, 1.0)],
+    }
+    assert timing.round_robin(calls, rounds=6, block_ms=12.0) == pytest.approx(
+        {"of the GPU": 30.0, "of the host": 4.0}, rel=0.01
+    )
 
 
 def test_warm_up_rounds_do_not_count_and_outliers_do_not_show(clock: Clock) -> None:
-    # 1 call, 3 to estimate, then one a round: calls 5 and 6 warm up, 9 is one of five that count
-    ms = iter([10.0] * 4 + [100.0] * 2 + [10.0] * 2 + [100.0] + [10.0] * 2)
+    # 1 call, 3 to estimate, then a round has one before and one that is timed: two rounds warm up,
+    # and one of five that count is slow
+    rounds = [100.0] * 2 + [10.0] * 2 + [100.0] + [10.0] * 2
+    ms = iter([10.0] * 4 + [each for timed in rounds for each in (10.0, timed)])
     calls = {"x": [lambda: clock.spend(next(ms))]}
     assert timing.round_robin(calls, rounds=5, block_ms=10.0) == {"x": 10.0}
 
