@@ -61,7 +61,8 @@ class SavedReport(Report):
 
     def to_dict(self) -> dict[str, Any]:
         """Return all figures as values that ``json.dumps`` takes."""
-        return {**super().to_dict(), "kinds": [kind._asdict() for kind in self.kinds]}
+        kinds = [kind._asdict() | {"shape": list(kind.shape)} for kind in self.kinds]
+        return {**super().to_dict(), "kinds": kinds}
 
     def _parts(self) -> list[Table | str]:
         before, after = self.bytes_before, self.bytes_after
