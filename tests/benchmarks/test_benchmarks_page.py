@@ -197,8 +197,8 @@ def test_popular_models_of_a_run_that_was_stopped(tmp_path: Path) -> None:
     assert content["environment"]["backward"] == results.AUTOGRAD
     in_brief = "\n".join(page_models.popular_in_brief(content, written)).splitlines()
     assert [line for line in in_brief if line.startswith(("| Q", "| L"))] == [
-        f"| {first} | 1,024 | 0% | 1.00x | 1.26x |",
-        f"| {second} | 4,096 | 82% | 1.15x | 1.48x |",
+        f"| {first} | 1.00x | 1.26x | – | – |",
+        f"| {second} | – | – | 1.15x | 1.48x |",
     ]
     whole = "\n".join(page_models.popular(content, written))
     assert f"| {first} | 16,384 | 0% | 1.00x | 1.00x | 1.04x | 1.03x | 1.54x | 1.35x |" in whole
