@@ -155,7 +155,7 @@ class _Call:
         if any(x.device != self.device for x in made):
             raise NotRepeatable("it allocates on another device")
         sized = [x for each, _ in launches for x in each.sized if x.shape[0] == rows]
-        self._sized = {x.data_ptr() for x in sized}
+        self._sized = {x.data_ptr(): x.stride(0) for x in sized}
         # Tensors that are not returned share the first allocation, unless their numbers of rows
         # differ.
         inner = self._inner()
@@ -170,7 +170,8 @@ class _Call:
         for i, x in enumerate(made):
             if i not in self._offsets:
                 self._index[i] = len(self._allocations)
-                has_rows = x.data_ptr() in self._sized and x.shape[0] == rows
+                # Scales are transposed lines of memory; there may be as many lines as rows.
+                has_rows = x.shape[:1] == (rows,) and x.stride(0) == self._sized.get(x.data_ptr())
                 self._allocations.append((tuple(x.shape), x.stride(), x.dtype, has_rows))
 
     def as_data(self) -> tuple[Any, ...]:
@@ -180,7 +181,8 @@ class _Call:
         return self.device, self._allocations, launches, self._returned(self.result), compiled
 
     def _inner(self) -> list[int]:
-        kept = {x.untyped_storage().data_ptr() for x in _leaves(self.result)} | self._sized
+        kept = {x.untyped_storage().data_ptr() for x in _leaves(self.result)}
+        kept |= self._sized.keys()
         storages = (x.untyped_storage().data_ptr() for x in self.made)
         return [i for i, storage in enumerate(storages) if storage not in kept]
 

@@ -22,6 +22,7 @@ from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_128X128, Quantized
 from blocktensor.ops.runtime.launch import Launch, Rows
 from blocktensor.ops.runtime.record import record
 from blocktensor.ops.runtime.specialize import Specialized, recorded
+from blocktensor.ops.scale_layouts import empty_scale
 from tests.support.fake_driver import (
     Descriptor,
     Kernel,
@@ -335,6 +336,21 @@ def test_views_of_what_has_the_rows_are_not_repeated() -> None:
     run = Specialized(lambda *_: recorded(half), with_rows=(0,))
     assert [run(draw(rows, 1)).shape for rows in (65, 66, 65)] == [(65, 1), (66, 1), (65, 1)]
     assert (kernel.ordinary, kernel.direct) == (3, [])
+
+
+def test_lines_of_scales_that_equal_the_rows_are_as_many_for_all_rows() -> None:
+    """The scales of ``x[70, 70 * 128]`` lie in memory as 70 lines, one for each 128 features."""
+
+    def cast(x: Tensor) -> Any:
+        scale = empty_scale((len(x), 70 * 128), BLOCKS_1X128, x.device)
+        args = x, x, scale, Rows(len(x)), 1
+        Launch(kernel, (1,), args, {"FLAG": True}, {}, sized=(scale,))()
+        return scale._base  # all of its memory
+
+    kernel = Kernel(lambda *_: None, ["x", "y", "out", "count", "factor", "FLAG"])
+    run = Specialized(lambda *_: recorded(cast), with_rows=(0,))
+    assert [run(draw(rows, 1)).shape for rows in (70, 66, 127)] == [(70, 128)] * 3
+    assert len(kernel.direct) == 2
 
 
 def test_two_inner_tensors_grow_with_the_rows() -> None:
