@@ -1,0 +1,197 @@
+"""Recordings of whole sequences are the same for all numbers of rows of a step.
+
+Kernels are planned on CPU tensors and not launched: a recording is compared as the data that
+``player.cpp`` gets. ``test_compile_sm90.py`` compares single launches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from blocktensor import BlockwiseFP8Weight, Recipe
+from blocktensor.autograd import gated_mlp, linear
+from blocktensor.autograd.gated_forms import plan_gated
+from blocktensor.autograd.plan import plan_matmul
+from blocktensor.ops.cast import choose_backend as casts
+from blocktensor.ops.devices import H200
+from blocktensor.ops.formats import BlockFormat, Quantized
+from blocktensor.ops.gemm import choose_backend as gemms
+from blocktensor.ops.gemm.hopper import launch as hopper_launch
+from blocktensor.ops.norm import ops as norms
+from blocktensor.ops.norm import triton_norm
+from blocktensor.ops.producers import choose_backend as producers
+from blocktensor.ops.runtime import record
+from blocktensor.ops.runtime.launch import Launch, this_thread, watch_launches
+from blocktensor.ops.runtime.triton_compat import launcher
+from blocktensor.ops.scale_layouts import empty_columnwise, empty_quantized
+from tests.support.fake_driver import player
+
+ROWS = (66, 65, 70, 72, 80, 96, 100, 112, 120, 127)
+N = 256
+CPU = torch.device("cpu")
+
+
+def plain_kernel(launch: Launch, compiled: Any) -> Any:
+    """What is recorded of a launch, without a compiled kernel."""
+    parameters: list[tuple[Any, ...]] = []
+    for arg in launch.args:
+        if isinstance(arg, Tensor):
+            parameters.append(("pointer", arg))
+        elif hasattr(arg, "base"):
+            parameters.append(("map", arg.base, tuple(arg.strides), arg.block_shape, arg.shape))
+        else:
+            parameters.append(("number", arg))
+    constants = sorted((name, str(value)) for name, value in launch.constants.items())
+    kernel = launch.kernel.__name__, launch.grid, constants, str(launch.options)
+    return SimpleNamespace(parameters=parameters, configuration=kernel)
+
+
+@pytest.fixture(params=["gluon", "triton"])
+def planned(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let ops plan the kernels of a backend on CPU tensors, and launch nothing."""
+
+    def choose(backends: Any, problem: Any, device: Any) -> Any:
+        by_name = {backend.name: backend for backend in backends}
+        names = (request.param, "triton")
+        backend = next(
+            by_name[n] for n in names if n in by_name and by_name[n].declines(problem) is None
+        )
+        return SimpleNamespace(backend=backend, name=backend.name, others=())
+
+    for module in (casts, gemms, producers, norms):
+        monkeypatch.setattr(module, "first_choice", choose)
+    monkeypatch.setattr(hopper_launch, "card", lambda _: H200)
+    monkeypatch.setattr(Launch, "__call__", lambda self: this_thread.launches.append((self, None)))
+    monkeypatch.setattr(launcher, "kernel_of", plain_kernel)
+
+
+def recording(function: Callable[..., Any], args: tuple[Any, ...], with_rows: int) -> Any:
+    """The data of a recording, with a word for each number that is the rows of a call.
+
+    None for a call that has a recording for its exact number, as another size equals it.
+    """
+    rows = player().rows_of(args, with_rows)
+    if rows < 0:
+        return None
+    with torch.no_grad(), watch_launches() as launches, record._Watch() as watch:
+        result = function(*args)
+    assert watch.others == []
+    call = record._Call(record.tensors_in(args), watch.allocated, launches, result, rows)
+    _, allocations, recorded, returned, _ = call.as_data()
+    sizes = [
+        (("rows", *size[1:]) if has_rows else size, strides, dtype)
+        for size, strides, dtype, has_rows in allocations
+    ]
+    found = []
+    for *configuration, parameters in recorded:
+        described: list[Any] = []
+        for kind, *rest in parameters:
+            if kind == "rows":
+                described.append(("rows", rest[1]))
+            elif kind == "map":
+                *others, of_map, beyond = rest
+                pairs = zip(of_map, beyond, strict=True)
+                described.append((*others, [x if b < 0 else ("rows", b) for x, b in pairs]))
+            else:
+                described.append((kind, *rest))
+        found.append((configuration, described))
+    return sizes, found, returned
+
+
+def assert_same(
+    function: Callable[..., Any], make: Callable[[int], tuple[Any, ...]], with_rows: int
+) -> None:
+    every = {rows: recording(function, make(rows), with_rows) for rows in ROWS}
+    found = {rows: each for rows, each in every.items() if each is not None}
+    assert len(found) >= len(ROWS) - 2
+    wanted = next(iter(found.values()))
+    assert len(wanted[1]) > 0
+    assert [rows for rows, each in found.items() if each != wanted] == []
+
+
+def matrix(rows: int, cols: int) -> Tensor:
+    return torch.zeros(rows, cols, dtype=torch.bfloat16)
+
+
+def weight(n: int, k: int) -> BlockwiseFP8Weight:
+    return BlockwiseFP8Weight(matrix(n, k), Recipe()).requires_grad_()
+
+
+def columnwise(rows: int, cols: int, format: BlockFormat | None) -> Quantized:
+    assert format is not None
+    return empty_columnwise(matrix(rows, cols), format)
+
+
+# the scales of 66 * 128 columns are as many lines as there are rows
+WIDTHS = pytest.mark.parametrize("k", [256, 640, 66 * 128, 100 * 128])
+
+
+@pytest.mark.usefixtures("planned")
+@WIDTHS
+def test_linear_layers(k: int) -> None:
+    w = weight(N, k)
+
+    def forward(rows: int) -> tuple[Any, ...]:
+        x = matrix(rows, k).requires_grad_()
+        return x.detach(), None, w.master, None, None, plan_matmul(x, w, None, None)
+
+    def backward(rows: int) -> tuple[Any, ...]:
+        plan = forward(rows)[-1]
+        x = columnwise(rows, k, plan.x_columnwise)
+        return matrix(rows, N), x, empty_quantized((k, N), plan.weight_format, CPU), None, plan
+
+    assert_same(linear._fprop._function, forward, 0b11)
+    assert_same(linear._dgrad_and_wgrad._function, backward, 0b1)
+
+
+@pytest.mark.usefixtures("planned")
+@WIDTHS
+@pytest.mark.parametrize("joint", [False, True])
+def test_gated_mlps(k: int, joint: bool) -> None:
+    inner = k  # of h
+    w_gate = weight(2 * inner if joint else inner, N)
+    w_up, w_down = None if joint else weight(inner, N), weight(N, inner)
+
+    def plan(rows: int) -> Any:
+        x = matrix(rows, N).requires_grad_()
+        return plan_gated(None, x, (w_gate, w_up, w_down), (None,) * 3, "silu", False, None)
+
+    def forward(rows: int) -> tuple[Any, ...]:
+        masters = (w_gate.master, None if w_up is None else w_up.master, w_down.master)
+        return matrix(rows, N), *masters, None, None, None, None, plan(rows)
+
+    def backward(rows: int) -> tuple[Any, ...]:
+        of = plan(rows)
+        x = columnwise(rows, N, of.x_columnwise)
+        h = columnwise(rows, inner, of.down.x_columnwise) if of.saves_h else None
+        gate = matrix(rows, w_gate.shape[0])
+        up = None if joint else matrix(rows, inner)
+        shapes = (N, w_gate.shape[0]), None if joint else (N, inner), (inner, N)
+        forms = [s and empty_quantized(s, of.gate.weight_format, CPU) for s in shapes]
+        asked = True, not joint, True, not joint, True, False, False, False
+        return matrix(rows, N), x, h, gate, up, *forms, None, asked, of
+
+    assert_same(gated_mlp._cast_and_fprop._function, forward, 0b1)
+    assert_same(gated_mlp._of_forms._function, backward, 0b11001)
+
+
+@pytest.mark.usefixtures("planned")
+@pytest.mark.parametrize("k", [128, 4096])
+@pytest.mark.parametrize("kind", ["llama", "gemma"])
+def test_norms(k: int, kind: Any) -> None:
+    scale = torch.zeros(k, dtype=torch.bfloat16)
+
+    def backward(rows: int) -> tuple[Any, ...]:
+        rstd = torch.zeros(rows, 1)
+        return matrix(rows, k), matrix(rows, k), rstd, scale, kind, True, True
+
+    assert_same(triton_norm.normalized, lambda rows: (matrix(rows, k), scale, 1e-6, kind), 0b1)
+    assert_same(triton_norm.row_gradients, backward, 0b111)
