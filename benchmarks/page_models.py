@@ -170,19 +170,6 @@ _POPULAR = {
 }
 
 
-def _of_popular(
-    rows: Sequence[Row], variants: Sequence[str], modes: Sequence[str]
-) -> list[tuple[str, ...]]:
-    """Return a row for each model and number of tokens: speeds by variant, then by mode."""
-    keys = dict.fromkeys((row["model"], row["tokens"]) for row in rows)
-    made = []
-    for model, tokens in keys:
-        of = {r["variant"]: r for r in select(rows, {"model": model, "tokens": tokens})}
-        speeds = (times(of[v].get(f"{mode}_speedup")) for v in variants for mode in modes)
-        made.append((model, f"{tokens:,}", f"{of['fp8']['converted']:.0%}", *speeds))
-    return made
-
-
 def _not_measured(content: Content) -> str:
     """Return a remark that names the models of which a run that was stopped has no rows."""
     measured = {row["model"] for row in content["rows"]}
@@ -191,14 +178,19 @@ def _not_measured(content: Content) -> str:
 
 
 def popular(content: Content, page: Path) -> list[str]:
-    """Layers of popular models."""
+    """Layers of popular models: a row for each model and number of tokens."""
     modes = "eager", "graphs"
+    made = []
+    for model, tokens in dict.fromkeys((row["model"], row["tokens"]) for row in content["rows"]):
+        of = {r["variant"]: r for r in select(content["rows"], {"model": model, "tokens": tokens})}
+        speeds = (times(of[v].get(f"{mode}_speedup")) for v in _POPULAR for mode in modes)
+        made.append((model, f"{tokens:,}", f"{of['fp8']['converted']:.0%}", *speeds))
     titles = (f"{name}, {_MODES[mode]}" for name in _POPULAR.values() for mode in modes)
     return section(
         "**Layers of popular models** of transformers, forward + backward, speed over bf16 in the "
         "same mode; `convert` leaves small layers in bf16, `skip_small=False` none:",
         ("", "tokens", "converted by default", *titles),
-        _of_popular(content["rows"], list(_POPULAR), modes),
+        made,
         content,
         _not_measured(content),
     )

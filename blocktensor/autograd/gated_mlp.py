@@ -32,13 +32,7 @@ from ..ops.producers.ops import gated
 from ..ops.runtime.specialize import sequence
 from ..recipe import Recipe
 from ..tensor.weight import BlockwiseFP8Weight
-from .backward import (
-    FP8Function,
-    Gradients,
-    given_out,
-    refuse_gradients,
-    run_backward,
-)
+from .backward import FP8Function, Gradients, given_out, refuse_gradients, run_backward
 from .gated_forms import (
     DOWN,
     GATE,

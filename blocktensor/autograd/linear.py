@@ -22,13 +22,7 @@ from ..tensor.arithmetic import is_arithmetic
 from ..tensor.base import MasterBase, readable
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
-from .backward import (
-    FP8Function,
-    Gradients,
-    given_out,
-    refuse_gradients,
-    run_backward,
-)
+from .backward import FP8Function, Gradients, given_out, refuse_gradients, run_backward
 from .plan import Plan, autocast_dtype, plan_matmul
 from .products import DENSE, Dense, Grouped, Saved, product_of, saved_of
 from .repeat import Repeated

@@ -19,7 +19,7 @@ from ..ops.formats import BLOCKS_1X128, Quantized
 from ..ops.runtime.specialize import watching
 
 
-class Rows(NamedTuple):
+class MemoryRows(NamedTuple):
     """The memory of a tensor as rows of numbers.
 
     Attributes:
@@ -37,7 +37,7 @@ class Rows(NamedTuple):
         return math.prod(self.sizes)
 
 
-def rows_of(x: Tensor) -> Rows | None:
+def rows_of(x: Tensor) -> MemoryRows | None:
     """Return the rows of the memory of ``x``, or None where it has none to cast.
 
     A row is one of the tensor that ``x`` is a view of, if ``x`` holds such rows whole; else the
@@ -50,7 +50,7 @@ def rows_of(x: Tensor) -> Rows | None:
 
 
 @lru_cache(maxsize=1024)
-def _rows(shape: Sequence[int], strides: Sequence[int], base_width: int) -> Rows | None:
+def _rows(shape: Sequence[int], strides: Sequence[int], base_width: int) -> MemoryRows | None:
     """Return the rows of a tensor with this shape and these strides.
 
     ``base_width``: elements in a row of the tensor that it is a view of.
@@ -75,7 +75,7 @@ def _rows(shape: Sequence[int], strides: Sequence[int], base_width: int) -> Rows
     for width in widths:
         if width >= block and run % width == 0:
             sizes, steps = zip(*in_memory, strict=True)
-            return Rows(sizes, steps, width)
+            return MemoryRows(sizes, steps, width)
     return None
 
 
@@ -112,7 +112,7 @@ class Packed:
 
     __slots__ = ("__weakref__", "cast", "dtype")
 
-    def __init__(self, x: Tensor, rows: Rows) -> None:
+    def __init__(self, x: Tensor, rows: MemoryRows) -> None:
         memory = x.as_strided(rows.sizes, rows.strides).reshape(-1, rows.width)
         with watching(None):  # monitors measure the casts of matmuls
             self.cast: Quantized = quantize_rowwise(memory, BLOCKS_1X128)
@@ -144,7 +144,7 @@ class Version:
 
         Args:
             dtype, shape: of the tensor; no shape of a nested one.
-            how: it was saved.
+            how: in which form it was saved, for the message.
 
         Raises:
             RuntimeError: it was changed.

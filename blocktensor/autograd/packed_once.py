@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..ops.runtime.launch import current_stream
-from .packed import Packed, Rows
+from .packed import MemoryRows, Packed
 
 
 class _Shared(NamedTuple):
@@ -31,7 +31,7 @@ class _Shared(NamedTuple):
 _shared: dict[Hashable, _Shared] = {}
 
 
-def packed_once(x: Tensor, rows: Rows) -> tuple[Packed, bool]:
+def packed_once(x: Tensor, rows: MemoryRows) -> tuple[Packed, bool]:
     """Return the cast of ``x``, and True if it is a new one."""
     base = x if x._base is None else x._base  # all views count changes together
     storage = x.untyped_storage()

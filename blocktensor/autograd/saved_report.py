@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..text_table import Report, Table, human_bytes
-from .packed import Packed, Rows
+from ..text_table import Report, Table, human_bytes, plain
+from .packed import MemoryRows, Packed
 from .saved_kinds import PARAMETER, is_strided
 
 IN_FP8 = "FP8"
@@ -37,7 +37,7 @@ class SavedKind(NamedTuple):
 
 
 class SavedReport(Report):
-    """What was saved since :meth:`start_counting`."""
+    """Count the tensors that autograd has saved since :meth:`start_counting`."""
 
     def __init__(self) -> None:
         self._counts: dict[tuple[str, str, tuple[int, ...]], list[int]] = {}
@@ -45,7 +45,7 @@ class SavedReport(Report):
 
     @property
     def kinds(self) -> tuple[SavedKind, ...]:
-        """What was saved, without parameters, which a model holds in any case; largest first."""
+        """Return the kinds of saved tensors, largest first; a model holds its parameters itself."""
         kinds = (SavedKind(*key, *counts) for key, counts in self._counts.items())
         return tuple(sorted(kinds, key=lambda kind: -kind.bytes_before))
 
@@ -61,8 +61,7 @@ class SavedReport(Report):
 
     def to_dict(self) -> dict[str, Any]:
         """Return all figures as values that ``json.dumps`` takes."""
-        kinds = [kind._asdict() | {"shape": list(kind.shape)} for kind in self.kinds]
-        return {**super().to_dict(), "kinds": kinds}
+        return {**super().to_dict(), "kinds": plain(self.kinds)}
 
     def _parts(self) -> list[Table | str]:
         before, after = self.bytes_before, self.bytes_after
@@ -94,7 +93,7 @@ class SavedReport(Report):
         """Forget which memory is kept."""
         self._kept = {}
 
-    def count_packed(self, x: Tensor, rows: Rows, packed: Packed) -> None:
+    def count_packed(self, x: Tensor, rows: MemoryRows, packed: Packed) -> None:
         """Count a tensor that was packed for its first saver."""
         self._count(IN_FP8, x, rows.numel * x.itemsize, packed.nbytes)
 

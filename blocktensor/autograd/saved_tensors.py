@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_compiling, is_dynamo_compiling
-from torch.utils.hooks import RemovableHandle
+from torch.compiler import is_dynamo_compiling
 
+from .around_forward import AroundForward
 from .packed import KeptTensor, SavedTensor, rows_of
 from .packed_once import packed_once
 from .saved_kinds import MIN_ELEMENTS, OF_GRAPH, SMALL, why_kept
@@ -105,31 +105,25 @@ class SavedTensors(SavedReport):
         return None if self.enabled else "not enabled"
 
 
-class Registered:
+class Registered(AroundForward):
     """The hooks on a module whose forwards enter a context."""
 
     def __init__(self, context: SavedTensors, module: nn.Module) -> None:
+        super().__init__(module)
         self._context = context
-        self._handles: list[RemovableHandle] = [
-            module.register_forward_pre_hook(self._begin),
-            module.register_forward_hook(self._end, always_call=True),
-        ]
 
-    def remove(self) -> None:
-        """Remove the hooks."""
-        for handle in self._handles:
-            handle.remove()
+    def begin(self) -> None:
+        """Enter the context."""
+        self._context.leave(self)  # after a KeyboardInterrupt torch calls no hook that leaves
+        self._context.enter(self)
 
-    def _begin(self, module: nn.Module, args: Any) -> None:
-        if is_compiling():
-            _warn_of_graphs()
-        else:
-            self._context.leave(self)  # after a KeyboardInterrupt torch calls no hook that leaves
-            self._context.enter(self)
+    def end(self) -> None:
+        """Leave the context."""
+        self._context.leave(self)
 
-    def _end(self, module: nn.Module, args: Any, result: Any) -> None:
-        if not is_compiling():
-            self._context.leave(self)
+    def is_traced(self) -> None:
+        """Warn that a compiled graph saves its tensors in high precision."""
+        _warn_of_graphs()
 
 
 class _Entered:

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
+from ..autograd.around_forward import AroundForward
 from ..autograd.shared_cast import SharedCasts
 from ..model.matrix import fp8_weights
 from ..model.names import check_module
@@ -19,7 +17,7 @@ from ..sharding.dtensor import fp8_part
 from ..text_table import Report, Table, collapse
 
 
-class InputGroup(SharedCasts):
+class InputGroup(SharedCasts, AroundForward):
     """The FP8 weights of one module, whose matmuls with one input share its cast.
 
     Attributes:
@@ -31,26 +29,9 @@ class InputGroup(SharedCasts):
     def __init__(
         self, module: nn.Module, name: str, linears: tuple[str, ...], of_fuse: bool
     ) -> None:
-        super().__init__()
+        SharedCasts.__init__(self)
+        AroundForward.__init__(self, module)
         self.name, self.linears, self.of_fuse = name, linears, of_fuse
-        # The hooks hold no reference to the module, which would delay the freeing of a model.
-        self._handles: list[RemovableHandle] = [
-            module.register_forward_pre_hook(self._begin),
-            module.register_forward_hook(self._end, always_call=True),
-        ]
-
-    def remove(self) -> None:
-        """Remove the hooks."""
-        for handle in self._handles:
-            handle.remove()
-
-    def _begin(self, module: nn.Module, args: Any) -> None:
-        if not torch.compiler.is_compiling():
-            self.begin()
-
-    def _end(self, module: nn.Module, args: Any, result: Any) -> None:
-        if not torch.compiler.is_compiling():
-            self.end()
 
 
 @dataclass(frozen=True)

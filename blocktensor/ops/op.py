@@ -132,7 +132,10 @@ def unregistered(
 
     ``with_rows``: see :class:`~.runtime.specialize.Specialized`.
     """
-    decide = lambda *args: runner(backend(*args), reference.__name__)  # noqa: E731
+
+    def decide(*args: Any) -> Callable[..., Any]:
+        return runner(backend(*args), reference.__name__)
+
     return Specialized(decide, reference, with_rows)
 
 

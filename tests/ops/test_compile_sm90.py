@@ -164,15 +164,15 @@ def casts_by_groups() -> Iterator[Case]:
 def test_launches_by_groups_are_the_same_within_a_step_of_rows(formats: tuple[bool, bool]) -> None:
     """But for the number of rows: replays of one recording serve them all."""
 
-    def described(arg: object) -> object:
-        is_tensor, is_rows = isinstance(arg, Tensor), type(arg) is Rows
-        return (arg.shape, arg.stride(), arg.dtype) if is_tensor else "rows" if is_rows else arg
+    def laid_out(arg: object) -> object:
+        is_tensor = isinstance(arg, Tensor)
+        return (arg.shape, arg.stride(), arg.dtype) if is_tensor else described(arg)
 
     def planned(plan: Any, rows: int) -> Any:
         x, offs = like(rows, 384), like(8, dtype=torch.int32)
         row, col = (BLOCKS_1X128 if wanted else None for wanted in formats)
         launch = plan(x, *empty_forms(x, offs, row, col), offs)
-        return launch._replace(args=[described(arg) for arg in launch.args if arg is not x])
+        return launch._replace(args=[laid_out(arg) for arg in launch.args if arg is not x])
 
     for plan in (plan_columnwise, plan_1x128)[not formats[1] :]:
         assert all(planned(plan, rows) == planned(plan, 512) for rows in (257, 272, 384, 511))

@@ -22,7 +22,7 @@ ActivationName = Literal["silu", "gelu", "gelu_tanh", "relu2"]
 """The names in ``ACTIVATIONS``; "gelu" is by erf, "relu2" is the square of relu."""
 
 Kind = Literal["value", "value beside", "gradient"]
-"""What PTX computes; "value beside" is a value computed with a gradient, whose steps it shares."""
+"""The results of PTX. "value beside" is the value where shared steps compute the gradient too."""
 
 
 @dataclass(frozen=True)
