@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 import warnings
@@ -13,14 +14,20 @@ from torch.compiler import is_dynamo_compiling
 
 from .around_forward import AroundForward
 from .packed import KeptTensor, SavedTensor, rows_of
+from .packed_in_graphs import (
+    PackedInGraph,
+    graphs,
+    inlined_hook,
+    pack_in_graph,
+    unpack_in_graph,
+)
 from .packed_once import packed_once
 from .saved_kinds import MIN_ELEMENTS, OF_GRAPH, SMALL, why_kept
 from .saved_report import SavedReport
 
 IN_GRAPHS = (
-    "what a compiled graph saves is kept in high precision; enter the context outside of it, "
-    "around parts of the model that run eagerly, or compile with a smaller "
-    "torch._functorch.config.activation_memory_budget"
+    "what this compiled graph saves is kept in high precision; enter the context outside of "
+    "compiled functions, around their calls"
 )
 
 _CHECKPOINT = "torch.utils.checkpoint"
@@ -86,7 +93,7 @@ class SavedTensors(SavedReport):
 
     def _pack(self, x: Tensor) -> SavedTensor | KeptTensor:
         reason = self._why_kept(x)
-        if reason == OF_GRAPH:
+        if reason == OF_GRAPH and self.enabled:
             _warn_of_graphs()
         rows = rows_of(x) if reason is None else None
         if rows is None or rows.numel < MIN_ELEMENTS or self.holds(x):
@@ -140,8 +147,13 @@ class _Entered:
         top = _top_hooks()
         saves_nothing = top is not None and getattr(top[0], "__module__", None) == _CHECKPOINT
         if not (saves_nothing or _in_backward()):
-            self._hook = _untraced(context._pack)
-            torch._C._autograd._push_saved_tensors_default_hooks(self._hook, _untraced(_unpack))
+            self._hook, unpack = _hooks(context.enabled, "torch._dynamo" in sys.modules)
+            torch._C._autograd._push_saved_tensors_default_hooks(self._hook, unpack)
+
+    @property
+    def packs(self) -> bool:
+        """Return True if it has hooks, which are torch's innermost ones if no later entry has."""
+        return self._hook is not None
 
     def end(self) -> None:
         """Remove the hooks of torch."""
@@ -153,6 +165,18 @@ class _Entered:
 def _in_backward() -> bool:
     """Return True if a backward runs in this thread: what it saves, it reads soon."""
     return torch._C._current_graph_task_id() != -1
+
+
+@functools.cache
+def _hooks(enabled: bool, has_dynamo: bool) -> tuple[Any, Any]:
+    """Return the hooks of all contexts: a compiled graph depends on the objects.
+
+    Args:
+        enabled: whether they pack; AOTAutograd inlines these alone.
+        has_dynamo: whether Dynamo is imported.
+    """
+    hooks = (_pack, _unpack) if not has_dynamo else (_untraced(_pack), _untraced(_unpack))
+    return (inlined_hook(hooks[0]), inlined_hook(hooks[1])) if enabled else hooks
 
 
 def _untraced(function: Any) -> Any:
@@ -170,8 +194,18 @@ def _top_hooks() -> Any:
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
-def _unpack(saved: SavedTensor | KeptTensor) -> Tensor:
-    return saved.unpack()
+def _pack(x: Tensor) -> SavedTensor | KeptTensor | PackedInGraph:
+    asked = graphs()
+    if asked is not None:
+        return pack_in_graph(x, asked)
+    packing = next(each for each in reversed(_this_thread.entered) if each.packs)
+    return packing.context._pack(x)
+
+
+def _unpack(saved: SavedTensor | KeptTensor | PackedInGraph) -> Tensor:
+    return (
+        saved.unpack() if isinstance(saved, (SavedTensor, KeptTensor)) else unpack_in_graph(saved)
+    )
 
 
 def _warn_of_graphs() -> None:

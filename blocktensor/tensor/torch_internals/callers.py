@@ -131,6 +131,17 @@ def is_saved_by_graph() -> bool:
     )
 
 
+def inputs_held_by_modules() -> list[int]:
+    """Return the inputs of a forward graph that are parameters and buffers.
+
+    AOTAutograd asks saved-tensor hooks about the graph, by their numbers.
+    """
+    inlines = "torch._functorch._aot_autograd.graph_compile"
+    name = "maybe_inline_graph_saved_tensors_hooks"
+    asks = next((x for x in callers() if x.place == (inlines, name)), None)
+    return [] if asks is None else asks.local("static_input_indices")
+
+
 def modules_that_run() -> list[nn.Module]:
     """Return the modules whose methods are on the stack, from the innermost outward."""
     found = (x.local("self") for x in callers())

@@ -1,0 +1,151 @@
+"""Pack what compiled graphs save, by hooks that AOTAutograd puts into the graphs of a function.
+
+AOTAutograd inlines saved-tensor hooks that are graph modules: it asks them about each intermediate
+that a forward graph saves (neither inputs nor outputs), and traces what they do into both graphs.
+The hooks of this file decide with the node that computes the tensor, not with autograd's graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, fx
+from torch._functorch._aot_autograd.graph_compile import _get_saved_tensor_hook_context
+from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+from ..ops.cast.ops import dequantize, quantize_rowwise
+from ..ops.formats import BLOCKS_1X128, Quantized
+from ..tensor.torch_internals.callers import inputs_held_by_modules
+from .saved_kinds import MAX_HEAD, MIN_ELEMENTS
+
+PackedInGraph: TypeAlias = Tensor | tuple[Tensor, Tensor, torch.dtype]
+"""A saved tensor; or its e4m3 data in its shape, the scales and its dtype."""
+
+_ATTENTION = "attention", "attn"
+_MATMULS = "blocktensor.", "aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten.convolution"
+_PROBABILITIES = "softmax", "logsumexp", "aten.amax"
+"""Parts of the names of operations that compute probabilities, or begin to."""
+
+
+def inlined_hook(function: Callable[[Any], Any]) -> Any:
+    """Return a saved-tensor hook that AOTAutograd takes for a graph module, and inlines.
+
+    AOTAutograd traces calls of it, and reads its graph for the keys of caches alone. Compiled
+    autograd looks up what modules have, and refuses ``function``, which Dynamo must not trace.
+
+    Args:
+        function: runs a call, without another Python frame, which Dynamo would trace.
+    """
+    graph = fx.Graph()
+    graph.output(graph.placeholder("x"))
+    members = {
+        "__class__": property(lambda self: fx.GraphModule),
+        **dict.fromkeys(("__call__", "_call_impl", "forward"), staticmethod(function)),
+        **dict.fromkeys(("named_parameters", "named_buffers"), lambda self, *_: ()),
+    }
+    hook: Any = type("InlinedHook", (), members)()
+    hook.graph = graph
+    return hook
+
+
+def graphs() -> dict[str, Any] | None:
+    """Return what AOTAutograd asks the hooks about; None in eager mode.
+
+    ``_node`` of ``_fw_graph`` computes the tensor; ``_bw_graph`` gets it under the same name.
+    """
+    return _get_saved_tensor_hook_context()
+
+
+def pack_in_graph(x: Tensor, asked: dict[str, Any]) -> PackedInGraph:
+    """Return what the forward graph saves of a tensor, and the backward graph gets."""
+    node = asked["_node"]
+    if not _is_activation(x, node) or node.name in _read_by_attention(asked["_bw_graph"]):
+        return x
+    data, scale, _ = quantize_rowwise(x.flatten(0, -2), BLOCKS_1X128)
+    return data.view(x.shape), scale, x.dtype
+
+
+def unpack_in_graph(saved: PackedInGraph) -> Tensor:
+    """Return the tensor with rounded values."""
+    if isinstance(saved, Tensor):
+        return saved
+    data, scale, dtype = saved
+    rows = Quantized(data.flatten(0, -2), scale, BLOCKS_1X128)
+    made: Tensor = dequantize(rows, dtype).view(data.shape)
+    return made
+
+
+def _is_activation(x: Tensor, node: fx.Node) -> bool:
+    """Return True for the values that an eager context packs, as far as a graph tells them.
+
+    Values in fp32 are statistics, where a model computes in 16 bits.
+    """
+    return (
+        x.dtype in (torch.bfloat16, torch.float16)
+        and 1 < x.ndim <= 3
+        and guard_or_false(x.numel() >= MIN_ELEMENTS)
+        and guard_or_false(x.shape[-1] >= BLOCKS_1X128.cols)
+        and not (x.ndim == 3 and guard_or_false(x.shape[-1] <= MAX_HEAD))  # of attention
+        and x.is_contiguous()
+        and node.op != "placeholder"
+        and not _is_of_probabilities(node)
+        and not _is_of_parameters(node)
+    )
+
+
+def _is_of_probabilities(node: fx.Node) -> bool:
+    """Return True for logits and probabilities: backward computes exponentials of their values."""
+    nodes, seen = [node], {node}
+    while nodes:
+        each = nodes.pop()
+        if _is_named(each, _PROBABILITIES):
+            return True
+        if each is node or not _is_named(each, _MATMULS):
+            new = [x for x in each.users if x not in seen]
+            seen.update(new)
+            nodes += new
+    return False
+
+
+def _is_named(node: fx.Node, parts: tuple[str, ...]) -> bool:
+    name = str(node.target)
+    return any(part in name for part in parts)
+
+
+def _read_by_attention(graph: fx.Graph) -> set[str]:
+    """Return the names of the inputs of a backward graph that are queries, keys, values or outputs.
+
+    The graph may get them in other shapes, or before operations that it computes again; it computes
+    no matmul again but in checkpointed parts.
+    """
+    nodes = [
+        operand
+        for node in graph.nodes
+        if _is_named(node, _ATTENTION) and _is_named(node, ("backward",))
+        for operand in node.all_input_nodes[1:]  # the first is the gradient
+    ]
+    found = set(nodes)
+    while nodes:
+        each = nodes.pop()
+        if not _is_named(each, _MATMULS):
+            new = [x for x in each.all_input_nodes if x not in found]
+            found.update(new)
+            nodes += new
+    return {node.name for node in found if node.op == "placeholder"}
+
+
+def _is_of_parameters(node: fx.Node) -> bool:
+    """Return True if a value is computed from parameters and buffers alone."""
+    inputs = node.graph.find_nodes(op="placeholder")
+    held = {inputs[i] for i in inputs_held_by_modules()}
+    nodes, seen = [node], {node}
+    while nodes:
+        each = nodes.pop()
+        if each.op == "placeholder" and each not in held:
+            return False
+        new = [x for x in each.all_input_nodes if x not in seen]
+        seen.update(new)
+        nodes += new
+    return True
