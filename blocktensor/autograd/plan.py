@@ -140,7 +140,8 @@ def plan_matmul(
         return Plan(x, w, bias, recipe, offs, serves_all=False)
     plan = _PLANS.get(key) or _PLANS.put(key, Plan(x, w, bias, recipe, offs))
     if check_recordings.ENABLED:
-        check_recordings.check_plan(plan, Plan(x, w, bias, recipe, offs))
+        anew = Plan(x, w, bias, recipe, offs)
+        check_recordings.check_plan(plan, anew)
     return plan
 
 

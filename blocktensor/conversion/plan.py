@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
@@ -16,7 +17,7 @@ from ..model.weights import is_linear, kind_of, why_unconvertible
 from ..ops.checks import HIGH_PRECISION
 from ..ops.formats import BLOCK
 from ..recipe import Recipe
-from .fast_path import gpu_of, is_portable
+from .fast_path import FastPath
 from .report import ALREADY, MinSizes
 
 Filter = Callable[[nn.Module, str], bool]
@@ -48,6 +49,7 @@ class Choices:
         small: the thresholds of sizes; True for the measured ones, False for none.
         heads: the heads of the model, each with the reason.
         head: whether to convert heads, too.
+        fast_paths: of the GPUs that weights on each device run on.
     """
 
     recipe: Recipe | None
@@ -56,6 +58,7 @@ class Choices:
     small: bool | MinSizes
     heads: Mapping[nn.Module, str]
     head: bool
+    fast_paths: Mapping[torch.device, FastPath]
 
 
 def decide(matrices: Sequence[Matrix], choices: Choices) -> None:
@@ -137,11 +140,11 @@ def _why_small(linear: Matrix, choices: Choices) -> str | None:
     """Return why the matmuls with a weight would be slower in FP8; None if they would not."""
     if choices.small is False:
         return None
-    is_stack, gpu = linear.is_stack, gpu_of(linear.parameter.device)
+    is_stack, path = linear.is_stack, choices.fast_paths.get(linear.parameter.device)
     # a parallel linear layer is judged whole
     _, n, k = linear.sizes_here if is_stack else linear.sizes
     thresholds = _thresholds(choices)
-    is_slow = choices.small is True and gpu is not None and is_portable(gpu, is_stack)
+    is_slow = choices.small is True and path is not None and path.is_portable(is_stack)
     if is_slow and is_stack:
         return f"{NO_FAST_PATH}: experts are slower than bf16 (skip_small)"
     if is_slow:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..conversion.fast_path import described
+from ..conversion.fast_path import FastPath
 from ..model.matrix import all_fp8_weights
 from ..model.weights import experts_per_token
 from ..ops.devices import CARDS, HOPPER, Card, capability, card
@@ -200,7 +200,7 @@ def _fast_path(devices: set[torch.device | Card]) -> str | None:
         if isinstance(device, Card):
             return f"fast path: as on an {device.name} that has it"
         if device.type == "cuda":
-            return described(device)
+            return str(FastPath.of(device))
     return None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -122,6 +122,28 @@ def sharded_with(owner: Any) -> tuple[list[ShardedParam], bool]:
     return [], False
 
 
+class Sharding(NamedTuple):
+    """How FSDP2 shards one parameter.
+
+    Attributes:
+        dim: it is cut along this dimension.
+        has_run: True if its root has run a forward, and so has gathered it.
+    """
+
+    dim: int
+    has_run: bool
+
+
+def sharding_of(owner: Any) -> Sharding | None:
+    """Return how FSDP2 shards the parameter of which ``owner`` is the object; None without one.
+
+    Raises:
+        NotImplementedError: as :class:`ShardedParam`, also for other parameters under the root.
+    """
+    together, has_run = sharded_with(owner)
+    return next((Sharding(x.dim, has_run) for x in together if x.owner() is owner), None)
+
+
 _FOUND: dict[int, tuple[weakref.ref[Any], weakref.ref[Tensor]]] = {}
 """By id, the owners found last of parts that exist. Every gather of every weight asks for one."""
 
@@ -155,13 +177,12 @@ def owner_of(local: Tensor, module: nn.Module | None = None) -> Any:
     return owner
 
 
-def gathered_shape(local: Tensor) -> tuple[int, ...] | None:
-    """Return the shape of what FSDP gathers for a weight with this local part; None for no shard.
+def gathered_shape(owner: Any) -> tuple[int, ...]:
+    """Return the shape of what FSDP gathers for the parameter of which ``owner`` is the object.
 
     Where other ranks multiply by other parts of the weight, it is the shape of such a part.
     """
-    owner = owner_of(local)
-    return None if owner is None else tuple(owner._orig_size)
+    return tuple(owner._orig_size)
 
 
 def _owners_of(local: Tensor, module: nn.Module | None = None) -> Iterator[Any]:
