@@ -14,9 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from ..ops.cast.ops import quantize_with_transpose
-from ..ops.formats import Quantized
+from ..ops.cast.ops import quantize_forms, quantize_with_transpose
+from ..ops.formats import BlockFormat, Quantized
 from ..ops.runtime.specialize import sequence
+from ..ops.scale_layouts import lines_of, scale_in_lines
 from ..recipe import Recipe
 from ..tensor.arithmetic import is_arithmetic
 from ..tensor.base import MasterBase, readable
@@ -131,11 +132,28 @@ def refuse_prepared(x: BlockwiseFP8Tensor) -> None:
 def _caster(offs: Tensor | None) -> Callable[[Plan, Tensor], tuple[Tensor, ...]]:
     def cast(plan: Plan, x: Tensor) -> tuple[Tensor, ...]:
         """Return data and scale of both forms of x; the columnwise one only if wgrad reads it."""
-        row, col = product_of(offs, x).forms(x, plan.format, plan.x_columnwise)
+        formats = plan.format, plan.x_columnwise
+        if offs is None and plan.records_forward:
+            data, lines, *others = _cast_of_rows(x, *formats)
+            return data, scale_in_lines(lines, data.shape[0]), *others
+        row, col = product_of(offs, x).forms(x, *formats)
         assert row is not None
         return *row[:2], *(() if col is None else col[:2])
 
     return cast
+
+
+@sequence(0)
+def _cast_of_rows(
+    x: Tensor, rowwise: BlockFormat, columnwise: BlockFormat | None
+) -> tuple[Tensor, ...]:
+    """Return data and scale of both forms of x; for the rowwise one, the lines of its scale.
+
+    The scale itself is a view whose size depends on the rows, which no recording can return.
+    """
+    row, col = quantize_forms(x, rowwise, columnwise)
+    assert row is not None
+    return row.data, lines_of(row.scale), *(() if col is None else col[:2])
 
 
 def _shared_forms(
