@@ -30,8 +30,8 @@ from ..recipe import Recipe
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
 from .backward import FP8Function, Gradients, given_out, run_backward
+from .matmuls import wgrad_in_high_precision
 from .plan import Plan, plan_matmul
-from .products import wgrad_in_high_precision
 from .saved_weight import operand_of_weight
 
 CHUNK_BYTES = 2**32

@@ -25,8 +25,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate
 
 from ..autograd.backward import FP8Function, Gradients, run_backward
+from ..autograd.matmuls import Saved
 from ..autograd.plan import autocast_dtype
-from ..autograd.products import Saved
 from ..autograd.quantize import cast_activation
 from ..ops.cast.ops import quantize_forms
 from ..ops.runtime.specialize import PLAIN
@@ -44,7 +44,7 @@ from .parallel_forward import (
     local_input,
     token_dim,
 )
-from .products import SharedGather, is_gathered_in_fp8
+from .parallel_matmuls import SharedGather, is_gathered_in_fp8
 from .styles import checked_dtype
 
 

@@ -12,7 +12,7 @@ from ..devices import lacks_triton, sms
 from ..formats import BLOCKS_1X128, BLOCKS_128X128, BlockFormat, num_blocks
 from ..gemm.choose_backend import (
     GEMM_BACKENDS,
-    choose_product,
+    choose_matmul,
     declines_on_hopper,
     gluon_unusable,
     unknown_format,
@@ -137,4 +137,4 @@ def choose_grouped(problem: GroupedProblem) -> GroupedChoice:
     if forced in _OF_MATRICES_ONLY:
         forced = None
     shape = f"T={problem.tokens}, N={problem.n}, K={problem.k}, E={problem.experts}"
-    return choose_product(GROUPED_BACKENDS, problem, problem.device, forced, shape)
+    return choose_matmul(GROUPED_BACKENDS, problem, problem.device, forced, shape)

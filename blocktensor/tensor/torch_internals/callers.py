@@ -102,7 +102,7 @@ def converts_a_model() -> bool:
     """Return True if ``nn.Module._apply`` calls, which replaces one parameter after the other.
 
     An error then would leave a model of which some parameters are converted, and a plain result a
-    model whose FP8 is lost for good. So an FP8 weight stays one in every dtype; products refuse it
+    model whose FP8 is lost for good. So an FP8 weight stays one in every dtype; matmuls refuse it
     in those that they cannot cast.
     """
     return any(x.place == APPLY for x in callers())

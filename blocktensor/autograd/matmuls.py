@@ -9,8 +9,8 @@
     Grouped   the same for rows of group e of x and g, and expert w[e]
 
 ``Recipe(wgrad_input=...)`` chooses the blocks of x columnwise; with ``"high_precision"`` wgrad
-reads x and g themselves. ``tensor_parallel/products.py`` has the matmuls whose weight several ranks
-share.
+reads x and g themselves. ``tensor_parallel/parallel_matmuls.py`` has the matmuls whose weight
+several ranks share.
 """
 
 from __future__ import annotations
@@ -222,7 +222,7 @@ def multiply(
     return gemm(x, w, bias, out_dtype, plan.batch_invariant)
 
 
-def product_of(offs: Tensor | None, rows: Tensor | None) -> Dense:
+def matmul_of(offs: Tensor | None, rows: Tensor | None) -> Dense:
     """Return the grouped matmul of ``rows`` rows if there are ``offs``, else the dense one."""
     return DENSE if offs is None or rows is None else Grouped(offs, rows.shape[0])
 
