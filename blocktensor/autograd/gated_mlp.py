@@ -324,7 +324,7 @@ def _op_by_op(
 ) -> Gradients:
     """Return the gradients that are asked for; free each tensor after its last read.
 
-    Those of x are matrices.
+    Gradients of x are matrices.
     """
     plan = state.plan
     grad: Tensor | None = grads.pop()

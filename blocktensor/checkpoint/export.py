@@ -246,7 +246,7 @@ class _Held(NamedTuple):
     whole: Quantized | Tensor | None
 
     def form(self, expert: int | None) -> Quantized:
-        """Return the bytes and scales; with ``expert``, those of one expert, as a stack of one."""
+        """Return the bytes and scales; with ``expert``, of this expert alone, as a stack of one."""
         fp8 = fp8_part(self.x)
         chosen = slice(None) if expert is None else slice(expert, expert + 1)
         if isinstance(self.whole, Quantized):

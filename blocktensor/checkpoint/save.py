@@ -58,7 +58,7 @@ def save_fp8(
     index from transformers; every other file in the folder stays. A link to a folder is followed.
     Only one process, or the ranks of one model, may save to a folder at a time.
 
-    All ranks of a sharded model call it alike, with a folder that all of them see. Each writes a
+    All ranks of a sharded model call it, with a folder that all of them see. Each writes a
     share of the weights, which are gathered in FP8, as by :func:`iter_fp8`. The folder has the same
     bytes as one written by one process.
 

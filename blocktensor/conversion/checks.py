@@ -25,7 +25,7 @@ _OURS = {
     "filter_fn": "filter=, a function of the same arguments (module, name)",
     "config": "recipe=, a blocktensor.Recipe",
 }
-"""Arguments of ``convert`` that stand for those of torchao's functions."""
+"""Arguments of ``convert`` for the arguments of torchao's functions."""
 
 
 def refuse_others(others: Mapping[str, object]) -> None:

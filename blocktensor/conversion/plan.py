@@ -247,8 +247,8 @@ def _is_repeated(name: str, modules: Mapping[str, nn.Module]) -> bool:
 def _is_beside_body(name: str, modules: Mapping[str, nn.Module]) -> bool:
     for child in reversed(with_all_above(name)):
         parent = modules[child.rpartition(".")[0]]
-        beside = [m for m in parent.children() if m is not modules[child]]
-        if any(isinstance(m, nn.Embedding) or next(m.children(), None) for m in beside):
+        siblings = [m for m in parent.children() if m is not modules[child]]
+        if any(isinstance(m, nn.Embedding) or next(m.children(), None) for m in siblings):
             return True
         if not isinstance(parent, nn.Sequential):
             return False

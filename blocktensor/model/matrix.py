@@ -184,8 +184,8 @@ class Matrix:
         share = self.share
         if share is None:
             return self.sizes
-        if share.owner is not None:
-            return self._sizes_of(gathered_shape(share.owner))
+        if (gathered := gathered_shape(share.local)) is not None:
+            return self._sizes_of(gathered)
         is_shared = self.is_parallel or self.shared_stack is not None
         return self._sizes_of(share.local.shape) if is_shared else self.sizes
 

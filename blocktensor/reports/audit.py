@@ -230,8 +230,8 @@ class _Matmuls(TorchDispatchMode):
         notes = [f"may run matmuls that are not shown: {op}" for op in self.hidden]
         if self._sent:
             notes.append(
-                f"tokens travel in high precision for weight gradients, those of a rank being no "
-                f"whole blocks, or by recipe: {', '.join(self._sent)}"
+                f"tokens travel in high precision for weight gradients, because a rank has no "
+                f"whole blocks of them, or by recipe: {', '.join(self._sent)}"
             )
         return notes
 

@@ -23,7 +23,7 @@ from ..text_table import Report, Table, collapse
 from .predict import LayerTime, bf16_matmul_us, casts_us, speedups
 
 WHOLE_STEPS = "whole steps, with attention, the loss and the optimizer: blocktensor.plan"
-"""The line under predicted times, which are those of linear layers."""
+"""The line under predicted times, which only linear layers have."""
 
 _META = torch.device("meta")
 Shape = tuple[int, int, int]

@@ -188,7 +188,7 @@ def _make_plain(model: nn.Module, matrix: Matrix) -> None:
 def _offloaded(what: str) -> NotImplementedError:
     return NotImplementedError(
         f"{what}: FP8 weights cannot be offloaded; choose a device_map without 'disk', and without "
-        f"'cpu' beside GPUs (max_memory= sets their shares), or shard the model with FSDP2"
+        f"'cpu' next to GPUs (max_memory= sets their shares), or shard the model with FSDP2"
     )
 
 

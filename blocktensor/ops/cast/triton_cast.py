@@ -51,12 +51,12 @@ def cast_1x128_kernel(
     SOURCES: tl.constexpr, PARTS: tl.constexpr, WIDTHS: tl.constexpr,
 ):  # fmt: skip
     # One program casts a tile [TILE_M, 128], read once, along either or both directions. A
-    # columnwise cast needs TILE_M = 128 (a whole block). Those of its `columns` after the rows of x
-    # are zeros. With SQUARE, the tile is one block of the columnwise form; col_scale_ld is the
-    # distance of neighbours along K then, else along M. out_ld = columns, a separate argument so
-    # that its divisibility by 16 is specialised. With GROUPS, a block lies in one of `groups`
-    # groups and fills one whole block of the columnwise form. With COMPUTE (producer.py), the tile
-    # is computed from tiles of x, y and z, and the second of two PARTS has other outputs.
+    # columnwise cast needs TILE_M = 128 (a whole block). Its columns from the rows of x up to
+    # `columns` are zeros. With SQUARE, the tile is one block of the columnwise form; col_scale_ld
+    # is the distance of neighbours along K then, else along M. out_ld = columns, a separate
+    # argument so that its divisibility by 16 is specialised. With GROUPS, a block lies in one of
+    # `groups` groups and fills one whole block of the columnwise form. With COMPUTE (producer.py),
+    # the tile is computed from tiles of x, y and z, and the second of two PARTS has other outputs.
     tile = tl.program_id(0)
     part = 0
     if PARTS == 2:

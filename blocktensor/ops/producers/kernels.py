@@ -52,7 +52,7 @@ def _launch(
 def _of_gradients(activation: ActivationName, gate: Tensor) -> tuple[str, str]:
     """Return the PTX of the gradients of gate and of up."""
     of_gate = word_ptx(activation, "gated gradient", gate.dtype)
-    return of_gate, word_ptx(activation, "gated beside", gate.dtype)
+    return of_gate, word_ptx(activation, "gated with gradient", gate.dtype)
 
 
 def _only(forms: Forms, part: int) -> Forms:

@@ -77,7 +77,7 @@ class ShardedParam:
     def changes(self) -> int | None:
         """Return how often the part was changed or replaced, as far as PyTorch counts.
 
-        Ranks compare their counts with earlier ones, never with those of other ranks, and all come
+        Ranks compare their counts with earlier ones, never with counts of other ranks, and all come
         to the same verdict. None once the model is freed.
         """
         owner = self.owner()
@@ -177,12 +177,13 @@ def owner_of(local: Tensor, module: nn.Module | None = None) -> Any:
     return owner
 
 
-def gathered_shape(owner: Any) -> tuple[int, ...]:
-    """Return the shape of what FSDP gathers for the parameter of which ``owner`` is the object.
+def gathered_shape(local: Tensor) -> tuple[int, ...] | None:
+    """Return the shape of what FSDP gathers for a weight with this local part; None for no shard.
 
     Where other ranks multiply by other parts of the weight, it is the shape of such a part.
     """
-    return tuple(owner._orig_size)
+    owner = owner_of(local)
+    return None if owner is None else tuple(owner._orig_size)
 
 
 def _owners_of(local: Tensor, module: nn.Module | None = None) -> Iterator[Any]:

@@ -154,7 +154,7 @@ def _clear_error_in_backward(parameter: Tensor) -> Iterator[None]:
 
     ``swap_tensors`` makes the parameter's AccumulateGrad node raise, since its gradient would go to
     the old content. Nothing tells from here whether a graph that holds the node will run backward:
-    that of a loss which is kept for its value will not.
+    the graph of a loss which is kept for its value will not.
     """
     node = None
     if parameter.requires_grad and parameter._use_count() > 1:  # type: ignore[attr-defined]
@@ -171,7 +171,7 @@ def _clear_error_in_backward(parameter: Tensor) -> Iterator[None]:
             f"forward again after"
         )
 
-    handle = node.register_prehook(refuse)  # hooks run in their order: before that of torch
+    handle = node.register_prehook(refuse)  # hooks run in their order: before torch's
     try:
         yield
     except BaseException:

@@ -141,8 +141,8 @@ def address_as_a_name(x: Tensor, asks: Caller) -> int | None:
     """Return what ``x.data_ptr()`` is for a caller that reads no memory there, or None.
 
     - ``Tensor.__deepcopy__`` and ``__reduce_ex__`` tell wrappers by a null pointer.
-    - accelerate's ``prepare`` notes the address of every parameter, to find those of an optimizer
-      again after ``fully_shard``. It gets that of the first bytes.
+    - accelerate's ``prepare`` notes the address of every parameter, to find an optimizer's
+      parameters again after ``fully_shard``. It gets the address of the first bytes.
 
     Raises:
         NotImplementedError: accelerate would send frozen FP8 weights from rank 0 as plain values,
