@@ -206,16 +206,16 @@ def forms_in_backward(
     if needs_h:
         format = plan.down.x_columnwise
         assert format is not None
-        made: list[Forms] = []
+        of_h: list[Forms] = []
         if data is not None:
             assert scale is not None
-            made.append((None, Quantized(data, scale, format)))
+            of_h.append((None, Quantized(data, scale, format)))
         else:
             both = halves(*sources[:2])
-            made.append(gated(*both, plan.activation, None, format, matmul.offs))
+            of_h.append(gated(*both, plan.activation, None, format, matmul.offs))
             del both
         del data, scale
-        yield DOWN, made.pop()
+        yield DOWN, of_h.pop()
     if sources[-1] is not None:
         yield from _gradients_of_h(matmul, plan, sources, formats, needs_dbias, dbiases)
 
@@ -231,35 +231,35 @@ def _gradients_of_h(
     gate, up, dh = sources
     sources.clear()
     activation, offs = plan.activation, matmul.offs
-    made: list[Forms]
+    of_both: list[Forms]
     if plan.up is None:
-        made = [_joint_gradient(matmul, plan, dh, gate, formats, needs_dbias[0], dbiases)]
+        of_both = [_joint_gradient(matmul, plan, dh, gate, formats, needs_dbias[0], dbiases)]
         del gate, dh
-        yield GATE, made.pop()
+        yield GATE, of_both.pop()
         return
     if any(needs_dbias[:2]):  # the sums read the gradients in high precision
         both = gradients(dh, gate, up, activation)
         for i, (of, grad) in enumerate(zip((plan.gate, plan.up), both, strict=True)):
             if needs_dbias[i]:
                 dbiases[i] = matmul.dbias(grad, of)
-        made = [(None, None), (None, None)]
+        of_both = [(None, None), (None, None)]
         if formats != (None, None):
-            made = [matmul.forms(grad, *formats) for grad in both]
+            of_both = [matmul.forms(grad, *formats) for grad in both]
         del both, grad
     elif plan.recompute or (plan.saves_h and _is_large(plan, gate, offs)):
         # needs less memory at once, and one more read of dh and gate
-        made = [gated_backward(dh, gate, up, activation, *formats, offs, False)[0]]
+        of_both = [gated_backward(dh, gate, up, activation, *formats, offs, False)[0]]
         del up
-        yield GATE, made.pop()
-        made = [gated(gate, dh, activation, *formats, offs)]
+        yield GATE, of_both.pop()
+        of_both = [gated(gate, dh, activation, *formats, offs)]
         del gate, dh
-        yield UP, made.pop()
+        yield UP, of_both.pop()
         return
     else:
-        made = [*gated_backward(dh, gate, up, activation, *formats, offs)]
+        of_both = [*gated_backward(dh, gate, up, activation, *formats, offs)]
     del gate, up, dh
     for i in (UP, GATE):
-        yield i, made.pop()
+        yield i, of_both.pop()
 
 
 def _is_large(plan: GatedPlan, gate: Tensor, offs: Tensor | None) -> bool:

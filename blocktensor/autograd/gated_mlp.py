@@ -349,7 +349,7 @@ def _op_by_op(
         g = matmul.forms(grad, row, col)
     dh = _held_dh(state, grad) if needs_dh else None
     holds_dh = not plan.down.tracing and is_input_half() and plan.needs_first_dw
-    held = grad if holds_dh else None
+    kept_grad = grad if holds_dh else None
     del grad
     has_dh = needs_dh and g is not None
     w_col = of_down.columnwise(w_down, has_dh and dh is None)
@@ -363,14 +363,14 @@ def _op_by_op(
         if dh is None:
             assert w_col is not None
             dh = matmul.dgrad(g_row, w_col, plan.down)
-            if held is not None:
-                state.held = held, held._version, dh
+            if kept_grad is not None:
+                state.held = kept_grad, kept_grad._version, dh
         del w_col, g_row
     else:
         _read_no_firsts(state.reads, (w_gate, w_up))
     sources = [*of_h, dh]
     of_h.clear()
-    del dh, held
+    del dh, kept_grad
     dxs: list[Tensor | None] = [None, None]
     row, col = plan.dh_formats
     formats = row if needs_dx else None, col if any(needs_dw[:2]) else None

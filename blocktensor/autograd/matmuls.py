@@ -94,10 +94,10 @@ class Dense:
         if not isinstance(x, BlockwiseFP8Tensor):
             return quantize_forms(x, rowwise, columnwise)
         wanted = rowwise, columnwise
-        for side, held, format in zip(("row", "column"), x.formats, wanted, strict=True):
-            if format is not None and held.block_shape != format.block_shape:
+        for side, own, format in zip(("row", "column"), x.formats, wanted, strict=True):
+            if format is not None and own.block_shape != format.block_shape:
                 raise ValueError(
-                    f"a {side}wise form in {held.name} blocks where an FP8 linear layer reads "
+                    f"a {side}wise form in {own.name} blocks where an FP8 linear layer reads "
                     f"{format.name}: pass the tensor in high precision, or cast gradients with "
                     f"blocktensor.quantize(grad, Recipe.deepseek())"
                 )

@@ -73,14 +73,14 @@ def check_castable(
             f"{what} has no shape yet (nn.LazyLinear): run a batch through the model first, then "
             f"convert it"
         )
-    held = matrix.fp8
-    if held is not None:
-        _check_castable_again(held, what, recipe)
+    fp8 = matrix.fp8
+    if fp8 is not None:
+        _check_castable_again(fp8, what, recipe)
     high_precision_dtype(weight, what)
     share = matrix.share
     if share is not None:
         _check_dtensor(matrix, share, what, recipe)
-    elif held is None and any(is_fully_sharded(type(module)) for module in modules):
+    elif fp8 is None and any(is_fully_sharded(type(module)) for module in modules):
         raise NotImplementedError(
             f"{what} is no DTensor though FSDP2 shards its module: FSDP2 has gathered it, or was "
             f"told to ignore it; convert the model before fully_shard"

@@ -266,15 +266,15 @@ def matrices_of(model: nn.Module, named: Named) -> list[Matrix]:
 
     ``named``: stacks of experts that the caller of ``convert`` has named.
     """
-    found = []
+    matrices = []
     for name, module in model.named_modules():
         for key, parameter in module._parameters.items():
             if parameter is None:
                 continue
             if key != "bias" if is_lazy(parameter) else parameter.ndim > 1:
                 why = _why_left_alone(module, key, parameter, named)
-                found.append(Matrix(name, key, module, why))
-    return found
+                matrices.append(Matrix(name, key, module, why))
+    return matrices
 
 
 def _why_left_alone(module: nn.Module, key: str, parameter: Tensor, named: Named) -> str | None:

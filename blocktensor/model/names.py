@@ -95,14 +95,14 @@ def weights_to_skip(
     }
     skipped: dict[Weight, str] = {}
     for pattern in patterns:
-        found = [w for name, w in {**unknown, **weights}.items() if matching(name, [pattern])]
-        if not found:
+        matches = [w for name, w in {**unknown, **weights}.items() if matching(name, [pattern])]
+        if not matches:
             raise ValueError(
                 f"skip pattern {pattern!r} matches no weight of this {type(model).__name__} that "
                 f"could be converted: expected a pattern of the names of linear layers or modules "
                 f"above them; names of such weights end in {_ends(weights)}"
             )
-        for weight in found:
+        for weight in matches:
             skipped.setdefault(weight, pattern)
     return skipped
 
@@ -122,7 +122,7 @@ def named_experts(model: nn.Module, stacks: Experts) -> Named:
             f"with the names of their stacks, e.g. {{'*.experts': ['w1', 'w2']}}"
         )
     modules = dict(model.named_modules(remove_duplicate=False))
-    found: dict[nn.Module, tuple[str, ...]] = {}
+    named: dict[nn.Module, tuple[str, ...]] = {}
     for pattern, names in given.items():
         is_list = isinstance(names, Sequence) and not isinstance(names, str)
         if not all(isinstance(x, str) for x in (pattern, *(names if is_list else [None]))):
@@ -143,8 +143,8 @@ def named_experts(model: nn.Module, stacks: Experts) -> Named:
             module = modules[module_name]
             for name in names:
                 _check_stack(module_name, module, name)
-            found[module] = tuple(dict.fromkeys((*found.get(module, ()), *names)))
-    return found
+            named[module] = tuple(dict.fromkeys((*named.get(module, ()), *names)))
+    return named
 
 
 def _check_stack(module_name: str, module: nn.Module, name: str) -> None:

@@ -19,12 +19,12 @@ def remedies(model: nn.Module) -> dict[str, str]:
     matrices = matrices_of(model, {})
     paths = fast_paths(matrix.parameter.device for matrix in matrices)
     decide(matrices, Choices(None, None, {}, True, heads_of(model), False, paths))
-    found: dict[int, str] = {}
+    reasons: dict[int, str] = {}
     for matrix in sorted(matrices, key=lambda matrix: matrix.unconvertible is not None):
         if not matrix.in_fp8 or matrix.is_chosen:
-            found.setdefault(id(matrix.parameter), _remedy(matrix, matrices, model))
+            reasons.setdefault(id(matrix.parameter), _remedy(matrix, matrices, model))
     named = model.named_parameters(remove_duplicate=False)
-    return {without_wrappers(name): found[id(x)] for name, x in named if id(x) in found}
+    return {without_wrappers(name): reasons[id(x)] for name, x in named if id(x) in reasons}
 
 
 def _remedy(matrix: Matrix, matrices: list[Matrix], model: nn.Module) -> str:

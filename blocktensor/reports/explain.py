@@ -160,9 +160,11 @@ def explain(
             rows = tokens * experts_per_token(module) if is_stack else tokens
             shape, dtypes, bias = (rows, n, k), (dtype, weight.dtype), dtype if has_bias else None
             is_kn = is_stack and matrix.is_transposed
-            found = _matmuls(matrix.label, shape, kinds, casts, dtypes, where, bias, experts, is_kn)
-            matmuls += found
-            times += _times_of(found, shape, casts, dtypes, where)
+            of_layer = _matmuls(
+                matrix.label, shape, kinds, casts, dtypes, where, bias, experts, is_kn
+            )
+            matmuls += of_layer
+            times += _times_of(of_layer, shape, casts, dtypes, where)
         return Explanation(tuple(matmuls), _fast_path(devices), tuple(times))
     shapes: Sequence[Any] = model_or_shapes
     for shape in shapes:
@@ -172,9 +174,9 @@ def explain(
                 f"shape {shape!r}: expected (M tokens, N out, K in), integers from 0 on"
             )
         label, kinds = "x".join(str(s) for s in shape), ("fprop", "dgrad", "wgrad")
-        found = _matmuls(label, shape, kinds, of_shapes, (dtype, dtype), asked)
-        matmuls += found
-        times += _times_of(found, shape, of_shapes, (dtype, dtype), asked)
+        of_layer = _matmuls(label, shape, kinds, of_shapes, (dtype, dtype), asked)
+        matmuls += of_layer
+        times += _times_of(of_layer, shape, of_shapes, (dtype, dtype), asked)
     return Explanation(tuple(matmuls), _fast_path({asked}), tuple(times))
 
 

@@ -162,8 +162,8 @@ def owner_of(local: Tensor, module: nn.Module | None = None) -> Any:
     It alone says what weight this is: other modules may be assigned the same part, or aliases.
     """
     key = id(local)
-    found = _FOUND.get(key)
-    owner = None if found is None else found[0]()
+    known = _FOUND.get(key)
+    owner = None if known is None else known[0]()
     if owner is not None and _holds(owner, local, module):
         return owner
     copied = _COPIED_FROM.get(local)

@@ -121,8 +121,8 @@ def is_saved_by_graph() -> bool:
     These are intermediates of the graph, which have no place in a graph of autograd.
     """
     ours = __name__.partition(".")[0]
-    found = (x for x in callers() if not x.module.startswith((f"{ours}.", "torch._dynamo.")))
-    asks, by = next(found, None), next(found, None)
+    others = (x for x in callers() if not x.module.startswith((f"{ours}.", "torch._dynamo.")))
+    asks, by = next(others, None), next(others, None)
     return (
         asks is not None
         and by is not None
