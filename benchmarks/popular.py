@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -98,6 +99,25 @@ def step(model: Any, tokens: torch.Tensor) -> Call:
     return once
 
 
+@contextmanager
+def causal_attention(model: Any) -> Iterator[None]:
+    """Give attention no mask within the block, and ``is_causal`` instead.
+
+    While a stream is captured, transformers cannot read whether sequences are packed, and builds a
+    mask with which torch takes a slow kernel. An eager step finds out, and needs no mask.
+    """
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    AttentionInterface.register("causal", sdpa_attention_forward)
+    before = model.config._attn_implementation
+    model.config._attn_implementation = "causal"
+    try:
+        yield
+    finally:
+        model.config._attn_implementation = before
+
+
 def share_converted(model: Any) -> float:
     """Return the share of the weights of linear layers and experts that are in FP8."""
     weights = [p for name, p in model.named_parameters() if p.ndim > 1 and "embed" not in name]
@@ -130,7 +150,8 @@ def _rows(
         for name, each in made.items():
             calls[f"{name}/eager"] = [step(each, given)]
             if of.family != "Qwen3Moe":  # whose routing waits for the GPU
-                calls[f"{name}/graphs"] = [graphed(step(each, given))]
+                with causal_attention(each):
+                    calls[f"{name}/graphs"] = [graphed(step(each, given))]
         ms = round_robin(calls, rounds, 30.0)
     for name, each in made.items():
         row = {"model": model, "layers": of.layers, "tokens": count, "variant": name}

@@ -236,6 +236,25 @@ def test_layers_of_popular_models(family: str) -> None:
     assert fused == (every[0], norms[family])
 
 
+def test_captured_attention_gets_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    utils = pytest.importorskip("transformers.masking_utils")
+    model = popular.make_model("bf16", popular.Model("Llama", 128, 256, 2, 1, layers=1), "cpu")
+    tokens = torch.arange(32).view(2, 16)
+    eager = model(tokens).logits
+    monkeypatch.setattr(utils, "is_tracing", lambda tensor: True)  # as while a stream is captured
+    masks = []
+    monkeypatch.setitem(
+        utils.ALL_MASK_ATTENTION_FUNCTIONS._global_mapping,
+        "sdpa",
+        lambda **given: masks.append(utils.sdpa_mask(**given)) or masks[-1],
+    )
+    model(tokens)
+    assert masks.pop() is not None  # what `causal_attention` avoids
+    with popular.causal_attention(model):
+        assert torch.equal(model(tokens).logits, eager)
+    assert masks == []
+
+
 MEMORY = Shape(dim=256, hidden=640, heads=4, kv_heads=2)
 TOKENS = 2 * 96
 
