@@ -83,7 +83,7 @@ def gated_mlp(
         if plan is None or plan.one_by_one:
             linears = linears_by(linear, grouped_linear, offs, recipe)
             return one_by_one(linears, x, weights, biases, activation)
-        if all(of is None or (of.serves_all and of.records_forward) for of in plan.linears):
+        if all(of is None or (of.is_cached and of.records_forward) for of in plan.linears):
             known = repeat.remember(operands, plan)
             if known is not None:
                 return known

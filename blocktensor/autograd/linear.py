@@ -90,7 +90,7 @@ def _matmul(
         if known is not None:
             return known
     plan = plan_matmul(x, w, bias, recipe, offs)
-    if plan.serves_all and plan.records_forward:
+    if plan.is_cached and plan.records_forward:
         of_backward = _backward if plan.records_backward else None
         known = repeat.remember(operands, plan, _fprop, of_backward)
         if known is not None:

@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from ..model.matrix import Matrix, Share
 from ..model.weights import is_fully_sharded
-from ..ops.checks import high_precision_dtype
+from ..ops import checks
 from ..recipe import DEFAULT_RECIPE, MIGRATING, Recipe
 from ..sharding.dtensor import check_cuts
 from ..sharding.fsdp.fsdp_internals import Sharding, sharding_of
@@ -76,7 +76,7 @@ def check_castable(
     fp8 = matrix.fp8
     if fp8 is not None:
         _check_castable_again(fp8, what, recipe)
-    high_precision_dtype(weight, what)
+    checks.high_precision_dtype(weight, what)
     share = matrix.share
     if share is not None:
         _check_dtensor(matrix, share, what, recipe)
