@@ -82,7 +82,7 @@ void check(CUresult result, const char* what) {
 // ---------------------------------------------------------------------------------------------
 // Keys: everything that a call gets
 
-constexpr Word kGroupStep = 256;  // GROUP_STEP of ops/formats.py
+constexpr Word kGroupStep = 1024;  // GROUP_STEP of ops/formats.py
 constexpr Word kRowStep = 64;  // ROW_STEP of ops/formats.py
 constexpr Word kRowsOfCall = -1;  // stands for a first size that is the number of rows of the call
 
