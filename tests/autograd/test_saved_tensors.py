@@ -1,20 +1,84 @@
-"""Activations saved in FP8: gradients as in plain torch with rounded tensors."""
+"""The context: gradients as in plain torch with rounded tensors; what is held, and for how long."""
 
 from __future__ import annotations
 
 import copy
+import gc
+import json
+import pickle
+import threading
+import weakref
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from blocktensor import convert, functional, fuse, monitor, saved_tensors_in_fp8
+from blocktensor.autograd import saved_report
+from blocktensor.autograd.packed_once import _shared
 from tests.support.models import randn
-from tests.support.saved import K, T, assert_bits, data, gradients, is_activation, model, rounding
+from tests.support.saved import is_activation, rounding
+
+T, K = 32, 512
+
+
+class Block(nn.Module):
+    """A norm, heads, an MLP and a residual, like a transformer's."""
+
+    def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(K, dtype=dtype)
+        self.qkv = nn.Linear(K, 3 * K, bias=False, dtype=dtype)
+        self.out = nn.Linear(K, K, bias=False, dtype=dtype)
+        self.up = nn.Linear(K, 2 * K, bias=False, dtype=dtype)
+        self.down = nn.Linear(2 * K, K, bias=False, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            part.view(*x.shape[:-1], 4, 128).transpose(-2, -3)
+            for part in self.qkv(self.norm(x)).chunk(3, -1)
+        )
+        attended = F.scaled_dot_product_attention(q, k, v).transpose(-2, -3).flatten(-2)
+        x = x + self.out(attended)
+        return x + self.down(F.silu(self.up(x)))
+
+
+def model(fp8: bool = False, layers: int = 2, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+    torch.manual_seed(0)
+    made = nn.Sequential(nn.Linear(K, K, dtype=dtype), *(Block(dtype) for _ in range(layers)))
+    if fp8:
+        convert(made, skip_small=False)
+    return made
+
+
+def small_model() -> nn.Module:
+    return nn.Sequential(nn.Linear(K, K), nn.SiLU(), nn.Linear(K, K)).bfloat16()
+
+
+def data(dtype: torch.dtype = torch.bfloat16, device: Any = "cpu") -> Tensor:
+    return randn(2, T, K, dtype=dtype, device=device)
+
+
+def gradients(made: nn.Module, run: Callable[..., Tensor], context: Any) -> list[Tensor]:
+    """The gradients of all parameters, after a forward in a context, with the loss outside."""
+    made.zero_grad()
+    first = next(made.parameters())
+    with context:
+        y = run(data(first.dtype, first.device))
+    y.float().square().mean().backward()
+    return [p.grad.clone() for p in made.parameters() if p.grad is not None]
+
+
+def assert_bits(made: list[Tensor], wanted: list[Tensor]) -> None:
+    assert len(made) == len(wanted) > 0
+    assert all(torch.equal(a, b) for a, b in zip(made, wanted, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -195,12 +259,291 @@ def test_autocast() -> None:
     assert_bits(packed, gradients(made, run, chosen))
 
 
-def test_dispatch_modes() -> None:
+def test_contexts_in_each_other() -> None:
+    """The innermost one applies, as with all saved-tensor hooks of torch."""
+    x = model(layers=0)(data())
+    outer, inner = saved_tensors_in_fp8(), saved_tensors_in_fp8(enabled=False)
+    with outer:
+        with inner:
+            x.exp()
+        with save_on_cpu():
+            x.exp()
+        with outer:
+            x.exp()
+        x.sin()
+    assert [kind.kept_as for kind in inner.kinds] == ["not enabled"]
+    assert sum(kind.tensors for kind in outer.kinds) == 2
+    assert {kind.kept_as for kind in outer.kinds} == {"FP8"}
+    with save_on_cpu(), outer:
+        x.cos()
+    assert [kind.tensors for kind in outer.kinds] == [1]
+    with outer, torch.no_grad():
+        x.exp()
+    assert outer.kinds == ()
+    assert str(outer) == "nothing was saved"
+
+
+def test_memory_is_packed_once() -> None:
+    """Also for views of all shapes; other versions and other memory are packed anew."""
+    x = model(layers=0)(data())
+    with saved_tensors_in_fp8() as saved:
+        kept = [
+            x.sin(),
+            x.cos(),
+            x.view(-1, 1, K).transpose(0, 1).sin(),
+            x[:].sin(),
+            x.view(-1).sin(),
+        ]
+        assert [kind.tensors for kind in saved.kinds] == [1]
+        x.view(-1)[:4096].square()  # other memory
+        assert [kind.tensors for kind in saved.kinds] == [1, 1]
+        with torch.no_grad():
+            x += 1
+        kept.append(x.sin())
+        assert [kind.tensors for kind in saved.kinds] == [2, 1]
+        x.data = x.data + 1  # other memory at the same version
+        kept.append(x.sin())
+        assert sum(kind.tensors for kind in saved.kinds) == 4
+    with saved_tensors_in_fp8() as other:
+        kept.append(x.cos())  # found, though another context has packed it
+    assert other.kinds == ()
+    assert saved.bytes_before == 3 * x.nbytes + 2 * 4096
+
+
+def test_the_values_at_the_time_of_saving_are_packed() -> None:
+    w = nn.Parameter(torch.eye(K))
+    x = randn(T, K, dtype=torch.float32)
+    with saved_tensors_in_fp8():
+        a = x @ w
+        first = a.sin()
+        b = a.detach()  # counts changes with a, but has no view of it
+        b.mul_(2)
+        second = a.sin()
+    with pytest.raises(RuntimeError, match=r"\[32, 512\], saved in FP8, is at version 1; expected"):
+        first.sum().backward(retain_graph=True)
+    second.sum().backward()
+    with rounding():
+        wanted = torch.autograd.grad((x @ w).mul(2).sin().sum() / 2, w)
+    assert w.grad is not None
+    assert torch.equal(w.grad, wanted[0])
+
+
+def test_counters_of_changes_are_not_mixed_up() -> None:
+    """Two tensors in one memory that do not count changes together: no version tells values."""
+
+    class Alias(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.data
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return grad
+
+    w = nn.Parameter(torch.eye(K))
+    x = randn(T, K, dtype=torch.float32)
+
+    def run() -> list[Tensor]:
+        a = (x @ w).mul_(1)
+        first = a.sin()
+        b = Alias.apply(a).mul_(3)
+        assert a._version == b._version == 1
+        return [*torch.autograd.grad(b.sin().sum(), w, retain_graph=True), first.detach()]
+
+    with saved_tensors_in_fp8():
+        packed = run()
+    with rounding():
+        assert_bits(packed, run())
+
+
+def test_memory_is_freed_and_found_no_more() -> None:
+    """A tensor that gets the memory or the id of a freed one has a cast of its own."""
+    w = nn.Parameter(torch.eye(K))
+    before = len(_shared)
+    with saved_tensors_in_fp8():
+        for i in range(20):
+            x = randn(T, K, seed=i, dtype=torch.float32)
+            a = x @ w
+            y, storage = a.sin(), weakref.ref(a.untyped_storage())
+            del a
+            assert storage() is None  # autograd holds the cast alone
+            (dw,) = torch.autograd.grad(y.sum(), w)
+            with rounding():
+                wanted = torch.autograd.grad((x @ w).sin().sum(), w)
+            assert torch.equal(dw, wanted[0])
+    del y
+    gc.collect()
+    assert len(_shared) == before
+
+
+def test_casts_are_freed_with_their_graph() -> None:
+    x = model(layers=0)(data()) * 1  # stays alive
+    with saved_tensors_in_fp8():
+        y = x.sin()
+    (entry,) = [entry for entry in _shared.values() if entry.base() is x]
+    assert entry.packed() is not None
+    y.sum().backward()
+    assert entry.packed() is None
+
+
+def test_what_a_report_shows() -> None:
+    made = model(layers=1)
+    with saved_tensors_in_fp8() as saved:
+        y = made(data())
+    text = str(saved)
+    ratio = f"({saved.bytes_after / saved.bytes_before:.2f}x)"
+    assert text.endswith(ratio)
+    assert "as it is: needs no gradient" in text
+    assert "in FP8" in text
+    assert json.loads(json.dumps(saved.to_dict()))["bytes_after"] == saved.bytes_after
+    assert sum(kind.bytes_after for kind in saved.kinds) == saved.bytes_after
+    with saved:
+        pass
+    assert saved.bytes_before == 0
+    del y
+
+
+def test_a_registered_module() -> None:
     made = model()
-    with FlopCounterMode(display=False) as counter:
-        packed = gradients(made, made, saved_tensors_in_fp8())
-        assert_bits(packed, gradients(made, made, rounding()))
-    assert counter.get_total_flops() > 0
+    saved = saved_tensors_in_fp8()
+    handle = saved.register(made)
+    packed = gradients(made, made, nullcontext())
+    assert saved.bytes_before > 0
+    handle.remove()
+    assert_bits(packed, gradients(made, made, rounding()))
+    plain = gradients(made, made, nullcontext())
+    assert not all(torch.equal(a, b) for a, b in zip(packed, plain, strict=True))
+
+
+def test_a_module_that_is_left_out() -> None:
+    made = model()
+    saved_tensors_in_fp8().register(made)
+    saved_tensors_in_fp8(enabled=False).register(made[2])
+    packed = gradients(made, made, nullcontext())
+    inside = False
+
+    def outside(x: Tensor) -> bool:
+        return not inside and is_activation(x)
+
+    def enter(*_: Any) -> None:
+        nonlocal inside
+        inside = not inside
+
+    twin = model()
+    twin[2].register_forward_pre_hook(enter)
+    twin[2].register_forward_hook(enter)
+    assert_bits(packed, gradients(twin, twin, rounding(outside)))
+
+
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_copies_of_a_registered_module(way: Any) -> None:
+    made = model()
+    saved = saved_tensors_in_fp8()
+    handle = saved.register(made)
+    twin = way(made)
+    handle.remove()
+    packed = gradients(twin, twin, nullcontext())
+    assert_bits(packed, gradients(made, made, rounding()))
+    assert saved.bytes_before == 0  # the copy has a context of its own
+
+
+def test_forwards_that_fail() -> None:
+    class Fails(nn.Module):
+        def forward(self, x: Tensor, error: Any) -> Tensor:
+            if error is not None:
+                raise error
+            return x.exp()
+
+    x = model(layers=0)(data())
+    made, saved = Fails(), saved_tensors_in_fp8()
+    saved.register(made)
+    top = torch._C._autograd._top_saved_tensors_default_hooks
+    with pytest.raises(ValueError, match="none"):
+        made(x, ValueError("none"))
+    assert top(False) is None
+    with pytest.raises(KeyboardInterrupt):
+        made(x, KeyboardInterrupt())  # no hook of the module runs
+    assert top(False) is not None
+    made(x, None)
+    assert top(False) is None
+    with saved_tensors_in_fp8(), pytest.raises(KeyboardInterrupt):
+        made(x, KeyboardInterrupt())
+    assert top(False) is None
+    refuses = made.register_forward_pre_hook(lambda *_: 1 / 0, prepend=True)
+    with pytest.raises(ZeroDivisionError):
+        made(x, None)  # fails before it enters
+    refuses.remove()
+    assert top(False) is None
+
+
+def test_threads() -> None:
+    x = model(layers=0)(data())
+    found = []
+    with saved_tensors_in_fp8() as saved:
+        thread = threading.Thread(target=lambda: found.append(x.exp()))
+        thread.start()
+        thread.join()
+        assert saved.kinds == ()
+        x.exp()
+    assert [kind.tensors for kind in saved.kinds] == [1]
+
+
+def test_memory_that_is_kept_anyway() -> None:
+    """The output of attention is kept; a view of it, which a linear layer saves, is too."""
+    x = model(layers=0)(data())
+    with saved_tensors_in_fp8() as saved:
+        y = x.view(2, T, 4, 128).exp()  # saves its output, in heads
+        z = y.flatten(2).sin()
+        assert {kind.kept_as for kind in saved.kinds} == {"in heads, for attention"}
+        assert saved.bytes_after == y.nbytes
+        del y, z
+        x.view(2, T, 4, 128).exp().flatten(2).sin()
+    assert saved.bytes_after == 2 * x.nbytes
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
+@pytest.mark.parametrize("layout", ["coo", "csr", "nested", "jagged"])
+def test_tensors_without_strides(layout: str) -> None:
+    def run() -> Tensor:
+        x = randn(64, 256, dtype=torch.float32).requires_grad_()
+        if layout in ("coo", "csr"):
+            y = x.to_sparse() if layout == "coo" else x.to_sparse_csr()
+            torch.mm(y * 1, x.detach().t() @ x).sum().backward()
+        else:
+            kind = torch.strided if layout == "nested" else torch.jagged
+            parts = torch.nested.as_nested_tensor([x[:20], x[20:]], layout=kind)
+            ((parts * 1).sin() * 1).to_padded_tensor(0.0).sum().backward()
+        assert x.grad is not None
+        return x.grad
+
+    wanted = run()
+    with saved_tensors_in_fp8():
+        made = run()
+    assert (made - wanted).square().sum() < 0.01 * wanted.square().sum()
+
+
+def test_a_context_around_many_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saved_report, "_MAX_KEPT", 20)
+    x = model(layers=0)(data())
+    with saved_tensors_in_fp8() as saved:
+        for _ in range(30):
+            y = x.exp() * x.view(2, T, 4, 128).exp().flatten(2)
+        assert len(saved._kept) <= 21
+        assert not saved.holds(y)
+    assert saved._kept == {}
+
+
+def test_memory_in_no_rows_of_blocks() -> None:
+    x = model(layers=0)(data()).view(-1, K)
+    with saved_tensors_in_fp8() as saved:
+        x[:1].expand(T, K).exp()  # the result is packed
+        x[:1].expand(T, K).sin()
+        (x * 1)[:, ::2].sin()
+    assert [kind.kept_as for kind in saved.kinds if kind.kept_as != "FP8"] == [
+        "less than 4096 elements",
+        "not in rows of 128 elements",
+    ]
 
 
 def test_a_monitor_does_not_measure_packing() -> None:
@@ -216,3 +559,100 @@ def test_a_monitor_does_not_measure_packing() -> None:
     outside = {name: x for name, x in figures(nullcontext()).items() if "/x/" in name}
     packing = figures(saved_tensors_in_fp8())
     assert {name: packing[name] for name in outside} == outside
+
+
+def test_dispatch_modes() -> None:
+    made = model()
+    with FlopCounterMode(display=False) as counter:
+        packed = gradients(made, made, saved_tensors_in_fp8())
+        assert_bits(packed, gradients(made, made, rounding()))
+    assert counter.get_total_flops() > 0
+
+
+def test_compiled_graphs_are_kept() -> None:
+    torch._dynamo.reset()
+    made = small_model()
+    compiled = torch.compile(made, backend="aot_eager")
+    plain = gradients(made, compiled, nullcontext())
+    saved = saved_tensors_in_fp8()
+    with pytest.warns(UserWarning, match="what a compiled graph saves is kept in high precision"):
+        assert_bits(gradients(made, compiled, saved), plain)
+    assert "of a compiled graph" in {kind.kept_as for kind in saved.kinds}
+    assert saved.bytes_before == saved.bytes_after
+
+
+def test_intermediates_of_others_functions() -> None:
+    """They are not taken for those of a compiled graph."""
+
+    class Masked(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(torch.rand(x.shape))
+            return x * 1
+
+    with saved_tensors_in_fp8() as saved:
+        Masked.apply(model(layers=0)(data()))
+    assert {kind.kept_as for kind in saved.kinds} == {"needs no gradient"}
+
+
+def test_a_compiled_module_with_hooks() -> None:
+    torch._dynamo.reset()
+    made = small_model()
+    plain = gradients(made, torch.compile(made, backend="aot_eager"), nullcontext())
+    torch._dynamo.reset()
+    saved = saved_tensors_in_fp8()
+    saved.register(made)
+    compiled = torch.compile(made, backend="aot_eager", fullgraph=True)
+    with pytest.warns(UserWarning, match="what a compiled graph saves"):
+        assert_bits(gradients(made, compiled, nullcontext()), plain)
+
+
+def test_a_context_in_a_compiled_function() -> None:
+    made = model(layers=0)
+
+    def run(x: Tensor) -> Tensor:
+        with saved_tensors_in_fp8():
+            return made(x).exp()
+
+    with pytest.raises(Exception, match="saved_tensors_in_fp8 in a compiled function"):
+        torch.compile(run, backend="eager", fullgraph=True)(data())
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_a_compiled_function_that_runs_eagerly() -> None:
+    """Dynamo gives up at the context, and must not trace what enters it and what packs."""
+    torch._dynamo.reset()
+    made, saved = model(layers=1), saved_tensors_in_fp8()
+
+    def run(x: Tensor) -> Tensor:
+        with saved:
+            return made(x)
+
+    assert_bits(
+        gradients(made, torch.compile(run, backend="eager"), nullcontext()),
+        gradients(made, made, rounding()),
+    )
+    assert "FP8" in {kind.kept_as for kind in saved.kinds}
+
+
+def test_compiled_autograd_is_refused() -> None:
+    from torch._dynamo.utils import maybe_enable_compiled_autograd
+
+    made = small_model()
+    with saved_tensors_in_fp8():
+        y = made(data())
+    with (
+        pytest.raises(Exception, match="compiled autograd cannot unpack what saved_tensors_in_fp8"),
+        maybe_enable_compiled_autograd(True),
+    ):
+        y.sum().backward()
+
+
+def test_wrong_arguments() -> None:
+    made: Any = nn.Linear(8, 8)
+    with pytest.raises(
+        TypeError, match=r"got a Linear: expected enabled=True or False; .*register"
+    ):
+        saved_tensors_in_fp8(made)
+    with pytest.raises(TypeError, match="register got a function: expected a module"):
+        saved_tensors_in_fp8().register(made.forward.__func__)
