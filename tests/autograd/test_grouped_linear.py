@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, Recipe, functional, quantize
 from blocktensor.autograd.matmuls import sum_groups
+from blocktensor.ops.formats import GROUP_STEP
 from tests.support.asserts import Call, refused
 from tests.support.grouped_linears import (
     K,
@@ -79,13 +80,13 @@ def test_equals_dense_linears_expert_by_expert(
 @pytest.mark.not_repeated
 def test_rows_within_a_step_share_a_plan() -> None:
     offs, w = ends(100, 0, 150), stack(3)
-    x, grad = randn(512, K, grad=True), randn(512, N)
+    x, grad = randn(2 * GROUP_STEP, K, grad=True), randn(2 * GROUP_STEP, N)
     whole = functional.grouped_linear(x, w, offs)
     want = torch.autograd.grad(whole, [x, w], grad)
-    for rows in (250, 257, 300, 512):
+    for rows in (250, GROUP_STEP + 1, GROUP_STEP + 44, 2 * GROUP_STEP):
         part = x[:rows]
         y = functional.grouped_linear(part, w, offs)
-        assert (y.grad_fn.plan is whole.grad_fn.plan) == (rows > 256)
+        assert (y.grad_fn.plan is whole.grad_fn.plan) == (rows > GROUP_STEP)
         dx, dw = torch.autograd.grad(y, [part, w], grad[:rows], retain_graph=True)
         assert_all_equal([y.detach(), dx, dw], [whole.detach()[:rows], want[0][:rows], want[1]])
         y.mul_(2)[1:].add_(1)

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 pytest.importorskip("triton")
 
 from blocktensor import quantize
-from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_128X128, Quantized
+from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_128X128, GROUP_STEP, Quantized
 from blocktensor.ops.runtime.specialize import GEMM_VARIABLE, key_of
 from tests.support.fake_driver import player
 from tests.support.models import unaligned
@@ -74,12 +74,13 @@ def test_equal_arguments_are_one_kind() -> None:
 
 def test_rows_in_groups_count_in_steps() -> None:
     ends = torch.zeros(3, dtype=torch.int32)
-    x, more, many = (torch.rand(rows, 8) for rows in (300, 301, 600))
+    step = GROUP_STEP + 300
+    x, more, many = (torch.rand(rows, 8) for rows in (300, 301, step))
     form, other = (Quantized(t, t, BLOCKS_1X128) for t in (x, more))
     for call, same, different in [
         ((x, ends), (more, ends), (many, ends)),
         ((x, x, ends), (more, more, ends), (x, more, ends)),
-        ((form, ends, 300), (form, ends, 301), (form, ends, 600)),
+        ((form, ends, 300), (form, ends, 301), (form, ends, step)),
         ((x, form, ends), (more, form, ends), (more, other, ends)),
         ((x, ends, 7), (more, ends, 7), (x, ends, 8)),
         ((x, ends), (more, ends), (x, ends[:2])),

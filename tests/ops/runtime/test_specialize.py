@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_128X128, Quantized
+from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_128X128, GROUP_STEP, Quantized
 from blocktensor.ops.runtime import specialize
 from blocktensor.ops.runtime.launch import watch_launches
 from blocktensor.ops.runtime.specialize import (
@@ -59,12 +59,13 @@ def test_each_kind_is_decided_once_until_it_is_forgotten() -> None:
 
 def test_numbers_of_rows_in_groups_are_told_apart_by_steps() -> None:
     key, ends = specialize.key_of, torch.zeros(3, dtype=torch.int32)
-    x, one_more, more = (torch.rand(rows, 8) for rows in (300, 301, 600))
+    step = GROUP_STEP + 300
+    x, one_more, more = (torch.rand(rows, 8) for rows in (300, 301, step))
     assert key((x, ends)) == key((one_more, ends)) != key((more, ends))
     assert key((x, x, ends)) == key((one_more, one_more, ends)) != key((x, one_more, ends))
     assert key((x, x)) != key((one_more, one_more))  # of no groups
     form = Quantized(x, x, BLOCKS_1X128)
-    assert key((form, ends, 300)) == key((form, ends, 301)) != key((form, ends, 600))
+    assert key((form, ends, 300)) == key((form, ends, 301)) != key((form, ends, step))
     # a cast has its own rows, whole steps of them; so has a matrix with a row for each group
     other = Quantized(one_more, one_more, BLOCKS_1X128)
     bias = torch.rand(3, 8)
