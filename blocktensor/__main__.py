@@ -24,7 +24,7 @@ from torch import Tensor
 import blocktensor
 
 from . import patches
-from .conversion.fast_path import FAMILIES, described
+from .conversion.fast_path import FAMILIES, FastPath
 from .model import progress
 from .ops import reference
 from .ops.devices import HOPPER, capability, card
@@ -147,7 +147,7 @@ def facts(device: torch.device) -> dict[str, Any]:
         ]
     }
     if device.type == "cuda":
-        found["fast_path"] = described(device)
+        found["fast_path"] = str(FastPath.of(device))
         found["slow_launches"] = build_player.why_none() or None
         if capability(device) == HOPPER:
             found["host_us"] = host = host_us(device)

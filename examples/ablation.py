@@ -2,9 +2,9 @@
 
     python examples/ablation.py --seeds 3
 
-trains the model of ``train_lm.py`` for every variant and seed: in bf16, with FP8 in one product
+trains the model of ``train_lm.py`` for every variant and seed: in bf16, with FP8 in one matmul
 alone, and in FP8 by recipes. OUT/ablation.json has the results; the table is printed as Markdown.
-Flags are those of ``train_lm.py`` (but --recipe and --wgrad-input), and --variants.
+Flags: as ``train_lm.py`` (but --recipe and --wgrad-input), and --variants.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from common.text import Corpus, load_corpus
 from common.training import Run, heldout_loss, train
 from long_run import move
 
-PRODUCTS: dict[str, tuple[str, ...]] = {
+MATMULS: dict[str, tuple[str, ...]] = {
     "fprop alone": ("fprop",),
     "dgrad alone": ("dgrad",),
     "wgrad alone": ("wgrad",),
 }
-"""Products in FP8; the others run in bf16."""
+"""Matmuls in FP8; the others run in bf16."""
 
 RECIPES = {
     "Recipe()": blocktensor.Recipe(),
@@ -50,28 +50,28 @@ FP8_HEAD = "Recipe(), and in the head"
 MOVED = "none, weights moved by 1e-6"
 """bf16 from other initial weights: how far two runs come apart by rounding alone."""
 
-VARIANTS = ("bf16", MOVED, *PRODUCTS, *RECIPES, FP8_HEAD)
+VARIANTS = ("bf16", MOVED, *MATMULS, *RECIPES, FP8_HEAD)
 
 
 class _Linear(torch.autograd.Function):
-    """``x wᵀ``, whose three products run in FP8 or in bf16, as ``products`` says of each."""
+    """``x wᵀ``, whose three matmuls run in FP8 or in bf16, as ``matmuls`` says of each."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, products: tuple[str, ...]) -> Tensor:
-        ctx.products, ctx.dtype = products, torch.get_autocast_dtype(x.device.type)
+    def forward(ctx: Any, x: Tensor, w: Tensor, matmuls: tuple[str, ...]) -> Tensor:
+        ctx.matmuls, ctx.dtype = matmuls, torch.get_autocast_dtype(x.device.type)
         ctx.save_for_backward(x, w)
-        return _run("fprop" in products, x, w, ctx.dtype)
+        return _run("fprop" in matmuls, x, w, ctx.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         x, w = ctx.saved_tensors
         found = []
-        for product, wanted in (("dgrad", x), ("wgrad", w)):
-            # The forward runs once more: the backward of the library is that of a whole linear.
+        for matmul, wanted in (("dgrad", x), ("wgrad", w)):
+            # The forward runs once more: the library's backward belongs to a whole linear.
             leaf = wanted.detach().requires_grad_()
             with torch.enable_grad():
                 operands = (leaf, w.detach()) if wanted is x else (x.detach(), leaf)
-                y = _run(product in ctx.products, *operands, ctx.dtype)
+                y = _run(matmul in ctx.matmuls, *operands, ctx.dtype)
             found += torch.autograd.grad(y, leaf, grads[0])
         return *found, None
 
@@ -83,12 +83,12 @@ def _run(fp8: bool, x: Tensor, w: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class PartlyFP8(nn.Linear):
-    """A linear with FP8 in some of its products."""
+    """A linear with FP8 in some of its matmuls."""
 
-    products: tuple[str, ...]
+    matmuls: tuple[str, ...]
 
     def forward(self, x: Tensor) -> Tensor:
-        return _Linear.apply(x, self.weight, self.products)
+        return _Linear.apply(x, self.weight, self.matmuls)
 
 
 def prepare(model: GPT, variant: str) -> None:
@@ -99,11 +99,11 @@ def prepare(model: GPT, variant: str) -> None:
         blocktensor.convert(model, RECIPES[variant], skip_small=False)
     elif variant == MOVED:
         move(model, 1e-6)
-    elif variant in PRODUCTS:
+    elif variant in MATMULS:
         for module in model.blocks.modules():
             if type(module) is nn.Linear:
                 module.__class__ = PartlyFP8
-                module.products = PRODUCTS[variant]  # type: ignore[assignment]
+                module.matmuls = MATMULS[variant]  # type: ignore[assignment]
 
 
 @dataclass

@@ -62,7 +62,7 @@ class Difference(NamedTuple):
 def differences(
     results: Mapping[str, Result], model: str, variants: Sequence[str], base: str = "bf16"
 ) -> list[Difference]:
-    """Return the differences of the last held-out losses to those of ``base``, paired by seed."""
+    """Return the differences of the last held-out losses to ``base``, paired by seed."""
     found = []
     for variant in variants:
         if variant == base:

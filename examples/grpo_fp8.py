@@ -1,8 +1,8 @@
 """GRPO with trl: a policy in FP8, and rollouts of a second process that computes the same bits.
 
 At each step the trainer streams the FP8 weights of the policy to an engine, a frozen FP8 model in
-another process. The engine samples completions. Their log-probabilities equal those of the
-trainer's forward bit for bit. The model is a small Llama at random, and the reward is the share of
+another process. The engine samples completions. Their log-probabilities equal the
+trainer's bit for bit. The model is a small Llama at random, and the reward is the share of
 lowercase letters in a completion. See ``--help``.
 """
 
@@ -106,7 +106,7 @@ def engine(pipe: Any, threads: int, seed: int) -> None:
 
 
 class Trainer(GRPOTrainer):  # type: ignore[misc,unused-ignore]
-    """Compares the log-probabilities that it trains on with those of the engine."""
+    """Compares the log-probabilities that it trains on with the engine's."""
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         outputs: list[Any] = []

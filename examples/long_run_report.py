@@ -2,7 +2,7 @@
 
     python examples/long_run_report.py RESULT.json ... --out runs/report.md
 
-writes the page, and ``plots/evidence_dense.png`` and ``plots/evidence_moe.png`` beside it.
+writes the page, and ``plots/evidence_dense.png`` and ``plots/evidence_moe.png`` next to it.
 ``--ablation FILE ...``: with the runs of ``ablation.py``, of one seed or more in a file.
 """
 

@@ -1,4 +1,4 @@
-"""Low-rank adapters on a frozen FP8 base, beside the same on a bf16 base. See ``--help``.
+"""Low-rank adapters on a frozen FP8 base, compared with a bf16 base. See ``--help``.
 
 A small GPT is trained on Python source and written in the layout of DeepSeek-V3's checkpoints. Then
 it is loaded twice, with bf16 weights and straight into FP8, and adapters teach each the same text

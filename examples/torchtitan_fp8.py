@@ -194,7 +194,7 @@ def train(config: Any) -> dict[str, Any]:
 
 
 def table(results: dict[str, dict[str, Any]]) -> Table:
-    """The runs beside each other."""
+    """The runs, compared."""
     drawn = Table(
         "", "first loss", "last loss", "largest difference", "tokens/s", "over bf16", "peak, GiB"
     )

@@ -44,7 +44,7 @@ except KeyboardInterrupt:
 
 
 def progress_bar(console: Console) -> Progress:
-    """A bar with the loss and the speed beside it."""
+    """A bar with the loss and the speed."""
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(bar_width=None),

@@ -98,7 +98,7 @@ def test_kernels_multiply_with_it_and_decline_casts() -> None:
         why = backend.declines(CastProblem(x, recipe.activation_format))
         assert why == "no kernels for format 1x128_bits3"
     report = explain([(4, 128, 128)], recipe=recipe, device="H200")
-    assert {each.backend for each in report.products} == {"gluon"}
+    assert {each.backend for each in report.matmuls} == {"gluon"}
 
 
 def test_every_rounding_is_a_choice_that_users_find(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,8 @@ RANKS = (
     "blocktensor.registration",
     "blocktensor.integrations",
     "blocktensor.reports",
+    "blocktensor.reports.plan",
+    "blocktensor.reports.predict",
     "blocktensor.checkpoint",
     "blocktensor.distributed",
     "blocktensor.fusion",
@@ -36,6 +38,9 @@ RANKS = (
     "blocktensor.overrides",
     "blocktensor.tensor_parallel",
     "blocktensor.autograd",
+    "blocktensor.sharding.whole",
+    "blocktensor.sharding.cuts",
+    "blocktensor.sharding.fsdp",
     "blocktensor.sharding",
     "blocktensor.tensor.aten",
     "blocktensor.tensor.compat",
@@ -52,6 +57,9 @@ RANKS = (
     "blocktensor.ops.cast",
     "blocktensor.ops.op",
     "blocktensor.ops.runtime",
+    "blocktensor.ops.runtime.triton_compat",
+    "blocktensor.ops.runtime.launch",
+    "blocktensor.ops.runtime.triton_compat.compiler",
     "blocktensor.ops",
     "blocktensor.patches",
     "blocktensor.text_table",
@@ -109,6 +117,20 @@ def import_circles(graph: Graph) -> list[str]:
     except CycleError as error:
         return [" imported by ".join(error.args[1])]
     return []
+
+
+def folder_circles(graph: Graph) -> list[str]:
+    """One circle of folders within a room, if there is any: give one of them a rank."""
+    folders = {name.rpartition(".")[0] for name in graph}
+
+    def folder_of(module: str) -> str:
+        return module if module in folders else module.rpartition(".")[0]
+
+    arrows: Graph = {}
+    for module, imported in graph.items():
+        below = {folder_of(x) for x in imported if room_of(x) == room_of(module)}
+        arrows.setdefault(folder_of(module), set()).update(below - {folder_of(module)})
+    return import_circles(arrows)
 
 
 def room_of(module: str) -> int:
@@ -245,7 +267,12 @@ def open_rooms(modules: dict[str, Path]) -> list[str]:
     ]
 
 
-OF_GRAPHS: tuple[Rule, ...] = (import_circles, modules_without_room, upward_arrows)
+OF_GRAPHS: tuple[Rule, ...] = (
+    import_circles,
+    folder_circles,
+    modules_without_room,
+    upward_arrows,
+)
 RULES = {
     rule.__name__: rule
     for rule in (
@@ -313,6 +340,24 @@ def test_a_circle_is_found(back: bool) -> None:
 
 
 @pytest.mark.parametrize(
+    ("target", "found"), [("fusion.mlp.size", True), ("fusion.mlp", True), ("fusion.b", False)]
+)
+def test_a_circle_of_folders_is_found(target: str, found: bool) -> None:
+    """No modules form a circle here."""
+    rooms: Graph = {
+        "fusion": set(),
+        "fusion.a": {target},
+        "fusion.b": set(),
+        "fusion.mlp": set(),
+        "fusion.mlp.size": set(),
+        "fusion.mlp.time": {"fusion.b"},
+    }
+    graph = {f"{PACKAGE}.{x}": {f"{PACKAGE}.{y}" for y in below} for x, below in rooms.items()}
+    assert import_circles(graph) == upward_arrows(graph) == []
+    assert bool(folder_circles(graph)) == found
+
+
+@pytest.mark.parametrize(
     ("module", "target", "allowed"),
     [
         ("tensor.weight", "tensor.base", True),
@@ -331,6 +376,10 @@ def test_a_circle_is_found(back: bool) -> None:
         ("ops.gemm.ops", "ops.gemm.hopper.launch", True),
         ("ops.formats", "ops.runtime.record", False),
         ("ops.runtime.record", "ops.formats", True),
+        ("ops.runtime.triton_compat.launcher", "ops.runtime.launch", True),
+        ("ops.runtime.triton_compat.launcher", "ops.runtime.record", False),
+        ("sharding.cuts", "sharding.fsdp.shards", True),
+        ("sharding.fsdp.shards", "sharding.cuts", False),
     ],
 )
 def test_an_upward_arrow_is_found(module: str, target: str, allowed: bool) -> None:

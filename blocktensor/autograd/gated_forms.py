@@ -18,8 +18,8 @@ from ..ops.producers.activations import ACTIVATIONS, ActivationName
 from ..ops.producers.ops import gated, gated_backward, joint_gated_backward
 from ..ops.producers.reference import gradients
 from ..recipe import Recipe
+from .matmuls import Dense
 from .plan import FP8_TYPES, Plan, difference_of, plan_matmul
-from .products import Dense
 
 LARGE_BYTES = 64 << 20
 """Size of gate from which the gradients of gate and up are made one after the other."""
@@ -183,7 +183,7 @@ def _like_h(x: Tensor, gate: Plan, features: int, leaf: Tensor | None) -> Tensor
 
 
 def forms_in_backward(
-    product: Dense,
+    matmul: Dense,
     plan: GatedPlan,
     sources: list[Any],
     needs_h: bool,
@@ -206,22 +206,22 @@ def forms_in_backward(
     if needs_h:
         format = plan.down.x_columnwise
         assert format is not None
-        made: list[Forms] = []
+        of_h: list[Forms] = []
         if data is not None:
             assert scale is not None
-            made.append((None, Quantized(data, scale, format)))
+            of_h.append((None, Quantized(data, scale, format)))
         else:
             both = halves(*sources[:2])
-            made.append(gated(*both, plan.activation, None, format, product.offs))
+            of_h.append(gated(*both, plan.activation, None, format, matmul.offs))
             del both
         del data, scale
-        yield DOWN, made.pop()
+        yield DOWN, of_h.pop()
     if sources[-1] is not None:
-        yield from _gradients_of_h(product, plan, sources, formats, needs_dbias, dbiases)
+        yield from _gradients_of_h(matmul, plan, sources, formats, needs_dbias, dbiases)
 
 
 def _gradients_of_h(
-    product: Dense,
+    matmul: Dense,
     plan: GatedPlan,
     sources: list[Any],
     formats: Formats,
@@ -230,36 +230,36 @@ def _gradients_of_h(
 ) -> Iterator[tuple[int, Forms]]:
     gate, up, dh = sources
     sources.clear()
-    activation, offs = plan.activation, product.offs
-    made: list[Forms]
+    activation, offs = plan.activation, matmul.offs
+    of_both: list[Forms]
     if plan.up is None:
-        made = [_joint_gradient(product, plan, dh, gate, formats, needs_dbias[0], dbiases)]
+        of_both = [_joint_gradient(matmul, plan, dh, gate, formats, needs_dbias[0], dbiases)]
         del gate, dh
-        yield GATE, made.pop()
+        yield GATE, of_both.pop()
         return
     if any(needs_dbias[:2]):  # the sums read the gradients in high precision
         both = gradients(dh, gate, up, activation)
         for i, (of, grad) in enumerate(zip((plan.gate, plan.up), both, strict=True)):
             if needs_dbias[i]:
-                dbiases[i] = product.dbias(grad, of)
-        made = [(None, None), (None, None)]
+                dbiases[i] = matmul.dbias(grad, of)
+        of_both = [(None, None), (None, None)]
         if formats != (None, None):
-            made = [product.forms(grad, *formats) for grad in both]
+            of_both = [matmul.forms(grad, *formats) for grad in both]
         del both, grad
     elif plan.recompute or (plan.saves_h and _is_large(plan, gate, offs)):
         # needs less memory at once, and one more read of dh and gate
-        made = [gated_backward(dh, gate, up, activation, *formats, offs, False)[0]]
+        of_both = [gated_backward(dh, gate, up, activation, *formats, offs, False)[0]]
         del up
-        yield GATE, made.pop()
-        made = [gated(gate, dh, activation, *formats, offs)]
+        yield GATE, of_both.pop()
+        of_both = [gated(gate, dh, activation, *formats, offs)]
         del gate, dh
-        yield UP, made.pop()
+        yield UP, of_both.pop()
         return
     else:
-        made = [*gated_backward(dh, gate, up, activation, *formats, offs)]
+        of_both = [*gated_backward(dh, gate, up, activation, *formats, offs)]
     del gate, up, dh
     for i in (UP, GATE):
-        yield i, made.pop()
+        yield i, of_both.pop()
 
 
 def _is_large(plan: GatedPlan, gate: Tensor, offs: Tensor | None) -> bool:
@@ -269,7 +269,7 @@ def _is_large(plan: GatedPlan, gate: Tensor, offs: Tensor | None) -> bool:
 
 
 def _joint_gradient(
-    product: Dense,
+    matmul: Dense,
     plan: GatedPlan,
     dh: Tensor,
     gate_up: Tensor,
@@ -279,10 +279,10 @@ def _joint_gradient(
 ) -> Forms:
     """Return the forms of the gradient of ``[T, 2I]``; put its sum, if needed, into ``dbiases``."""
     if not needs_dbias:
-        return joint_gated_backward(dh, gate_up, plan.activation, *formats, product.offs)
+        return joint_gated_backward(dh, gate_up, plan.activation, *formats, matmul.offs)
     grad = torch.cat(gradients(dh, *halves(gate_up, None), plan.activation), -1)
-    dbiases[0] = product.dbias(grad, plan.gate)
-    return (None, None) if formats == (None, None) else product.forms(grad, *formats)
+    dbiases[0] = matmul.dbias(grad, plan.gate)
+    return (None, None) if formats == (None, None) else matmul.forms(grad, *formats)
 
 
 def halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:

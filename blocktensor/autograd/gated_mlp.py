@@ -44,8 +44,8 @@ from .gated_forms import (
     plan_gated,
 )
 from .linear import grouped_linear, has_no_experts, linear
+from .matmuls import matmul_of
 from .pipelining import is_input_half, watch_halves
-from .products import product_of
 from .repeat import Repeated
 from .saved_kinds import mark_activations
 from .saved_weight import SavedWeight, hold_cast
@@ -83,7 +83,7 @@ def gated_mlp(
         if plan is None or plan.one_by_one:
             linears = linears_by(linear, grouped_linear, offs, recipe)
             return one_by_one(linears, x, weights, biases, activation)
-        if all(of is None or (of.serves_all and of.records_forward) for of in plan.linears):
+        if all(of is None or (of.is_cached and of.records_forward) for of in plan.linears):
             known = repeat.remember(operands, plan)
             if known is not None:
                 return known
@@ -197,10 +197,10 @@ def _forward(
             if w is not None:
                 saved[i], reads[i] = hold_cast(w, plan.linears[i], w_cols[i])
     else:
-        product = product_of(offs, x)
+        matmul = matmul_of(offs, x)
 
         def read(i: int) -> Quantized | Tensor:
-            row, saved[i], reads[i] = product.weight(weights[i], plan.linears[i])
+            row, saved[i], reads[i] = matmul.weight(weights[i], plan.linears[i])
             return row
 
         y, x_col, h_col, gate, up = _fprop(x, read, biases, offs, plan)
@@ -222,19 +222,19 @@ def _fprop(
 
     ``read(i)`` returns the rowwise form of a weight, or what else fprop reads of it.
     """
-    product = product_of(offs, x)
-    x_row, x_col = product.forms(x, plan.gate.format, plan.x_columnwise)
-    gate: Any = product.fprop(x_row, read(GATE), biases[GATE], plan.gate)
+    matmul = matmul_of(offs, x)
+    x_row, x_col = matmul.forms(x, plan.gate.format, plan.x_columnwise)
+    gate: Any = matmul.fprop(x_row, read(GATE), biases[GATE], plan.gate)
     up: Any = None
     if plan.up is not None:
-        up = product.fprop(x_row, read(UP), biases[UP], plan.up)
+        up = matmul.fprop(x_row, read(UP), biases[UP], plan.up)
     del x_row
     h_columnwise = plan.down.x_columnwise if plan.saves_h else None
     h_row, h_col = gated(*halves(gate, up), plan.activation, plan.down.format, h_columnwise, offs)
     assert h_row is not None
     if not plan.needs_dh:
         gate = up = None
-    return product.fprop(h_row, read(DOWN), biases[DOWN], plan.down), x_col, h_col, gate, up
+    return matmul.fprop(h_row, read(DOWN), biases[DOWN], plan.down), x_col, h_col, gate, up
 
 
 @sequence(0)
@@ -324,12 +324,12 @@ def _op_by_op(
 ) -> Gradients:
     """Return the gradients that are asked for; free each tensor after its last read.
 
-    Those of x are matrices.
+    Gradients of x are matrices.
     """
     plan = state.plan
     grad: Tensor | None = grads.pop()
     of_down: Any = state.reads[2]
-    product = product_of(saved.pop(0), grad)
+    matmul = matmul_of(saved.pop(0), grad)
     (x_data, x_scale), of_h = saved[:2], list(saved[2:6])  # Dynamo of 2.11 makes *of_h a tuple
     weights = saved[6:]
     saved.clear()
@@ -339,17 +339,17 @@ def _op_by_op(
     dws: list[Tensor | None] = [None, None, None]
     dbiases: list[Tensor | None] = [None, None, None]
     if needs_dbias[2] and grad is not None:
-        dbiases[2] = product.dbias(grad, plan.down)
+        dbiases[2] = matmul.dbias(grad, plan.down)
 
     needs_dh = needs_dx or any(needs_dw[:2]) or any(needs_dbias[:2])
     row, col = plan.down.grad_formats
     row, col = row if needs_dh else None, col if needs_dw[2] else None
     g = None
     if grad is not None and (row or col):
-        g = product.forms(grad, row, col)
+        g = matmul.forms(grad, row, col)
     dh = _held_dh(state, grad) if needs_dh else None
     holds_dh = not plan.down.tracing and is_input_half() and plan.needs_first_dw
-    held = grad if holds_dh else None
+    kept_grad = grad if holds_dh else None
     del grad
     has_dh = needs_dh and g is not None
     w_col = of_down.columnwise(w_down, has_dh and dh is None)
@@ -362,36 +362,36 @@ def _op_by_op(
     if has_dh:
         if dh is None:
             assert w_col is not None
-            dh = product.dgrad(g_row, w_col, plan.down)
-            if held is not None:
-                state.held = held, held._version, dh
+            dh = matmul.dgrad(g_row, w_col, plan.down)
+            if kept_grad is not None:
+                state.held = kept_grad, kept_grad._version, dh
         del w_col, g_row
     else:
         _read_no_firsts(state.reads, (w_gate, w_up))
     sources = [*of_h, dh]
     of_h.clear()
-    del dh, held
+    del dh, kept_grad
     dxs: list[Tensor | None] = [None, None]
     row, col = plan.dh_formats
     formats = row if needs_dx else None, col if any(needs_dw[:2]) else None
     x_cols = _columnwise_inputs(plan, x_data, x_scale)
     del x_data, x_scale
-    made = forms_in_backward(product, plan, sources, needs_dw[2], formats, needs_dbias, dbiases)
+    made = forms_in_backward(matmul, plan, sources, needs_dw[2], formats, needs_dbias, dbiases)
     for i, (d_row, d_col) in made:
         if i == DOWN:
             assert g_col is not None
             assert d_col is not None
-            dws[2] = product.wgrad(g_col, d_col, plan.down)
+            dws[2] = matmul.wgrad(g_col, d_col, plan.down)
             del d_row, d_col, g_col
             continue
         read, w = state.reads[i], (w_gate, w_up)[i]
         if needs_dw[i]:  # before dgrad, whose result is the largest tensor here
             assert d_col is not None
-            dws[i] = product.wgrad(d_col, x_cols.pop(), read.plan)
+            dws[i] = matmul.wgrad(d_col, x_cols.pop(), read.plan)
         del d_col
         w_col = read.columnwise(w, needs_dx)
         if needs_dx:
-            dxs[i], _ = product.finish(product.dgrad(d_row, w_col, read.plan), None, read.plan)
+            dxs[i], _ = matmul.finish(matmul.dgrad(d_row, w_col, read.plan), None, read.plan)
         del w_col, d_row
     if plan.up is None:
         dxs.reverse()  # the one edge to x is the first

@@ -1,6 +1,6 @@
 """The differentiable linear and grouped linear: fprop, dgrad and wgrad in FP8.
 
-``products.py`` says how each kind of matmul is computed. Saved for backward: the FP8 columnwise
+``matmuls.py`` says how each kind of matmul is computed. Saved for backward: the FP8 columnwise
 form of x (or x itself, for a wgrad in high precision), and the weight (``saved_weight.py``).
 """
 
@@ -14,17 +14,18 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from ..ops.cast.ops import quantize_with_transpose
-from ..ops.formats import Quantized
+from ..ops.cast.ops import quantize_forms, quantize_with_transpose
+from ..ops.formats import BlockFormat, Quantized
 from ..ops.runtime.specialize import sequence
+from ..ops.scale_layouts import lines_of, scale_in_lines
 from ..recipe import Recipe
 from ..tensor.arithmetic import is_arithmetic
 from ..tensor.base import MasterBase, readable
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
 from .backward import FP8Function, Gradients, given_out, refuse_gradients, run_backward
+from .matmuls import DENSE, Dense, Grouped, Saved, matmul_of, saved_of
 from .plan import Plan, autocast_dtype, plan_matmul
-from .products import DENSE, Dense, Grouped, Saved, product_of, saved_of
 from .repeat import Repeated
 from .saved_weight import SavedWeight, hold_cast
 from .shared_cast import Run, this_thread
@@ -89,7 +90,7 @@ def _matmul(
         if known is not None:
             return known
     plan = plan_matmul(x, w, bias, recipe, offs)
-    if plan.serves_all and plan.records_forward:
+    if plan.is_cached and plan.records_forward:
         of_backward = _backward if plan.records_backward else None
         known = repeat.remember(operands, plan, _fprop, of_backward)
         if known is not None:
@@ -131,11 +132,28 @@ def refuse_prepared(x: BlockwiseFP8Tensor) -> None:
 def _caster(offs: Tensor | None) -> Callable[[Plan, Tensor], tuple[Tensor, ...]]:
     def cast(plan: Plan, x: Tensor) -> tuple[Tensor, ...]:
         """Return data and scale of both forms of x; the columnwise one only if wgrad reads it."""
-        row, col = product_of(offs, x).forms(x, plan.format, plan.x_columnwise)
+        formats = plan.format, plan.x_columnwise
+        if offs is None and plan.records_forward:
+            data, lines, *others = _cast_of_rows(x, *formats)
+            return data, scale_in_lines(lines, data.shape[0]), *others
+        row, col = matmul_of(offs, x).forms(x, *formats)
         assert row is not None
         return *row[:2], *(() if col is None else col[:2])
 
     return cast
+
+
+@sequence(0)
+def _cast_of_rows(
+    x: Tensor, rowwise: BlockFormat, columnwise: BlockFormat | None
+) -> tuple[Tensor, ...]:
+    """Return data and scale of both forms of x; for the rowwise one, the lines of its scale.
+
+    The scale itself is a view whose size depends on the rows, which no recording can return.
+    """
+    row, col = quantize_forms(x, rowwise, columnwise)
+    assert row is not None
+    return row.data, lines_of(row.scale), *(() if col is None else col[:2])
 
 
 def _shared_forms(
@@ -171,7 +189,7 @@ def _of_no_experts(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class FP8Linear(FP8Function):
-    """The autograd function of every matmul, which ``product`` or :func:`product_of` computes."""
+    """The autograd function of every matmul, which ``matmul`` or :func:`matmul_of` computes."""
 
     @staticmethod
     def forward(
@@ -181,13 +199,13 @@ class FP8Linear(FP8Function):
         bias: Tensor | None,
         offs: Tensor | None,
         plan: Plan,
-        product: Dense | None,
+        matmul: Dense | None,
         *cast: Tensor,
     ) -> Tensor:
-        ctx.plan, ctx.product, ctx.casts, ctx.x_shape = plan, product, len(cast), x.shape
-        p = (DENSE if offs is None else Grouped(offs, x.shape[0])) if product is None else product
+        ctx.plan, ctx.matmul, ctx.casts, ctx.x_shape = plan, matmul, len(cast), x.shape
+        p = (DENSE if offs is None else Grouped(offs, x.shape[0])) if matmul is None else matmul
         # collectives run while the weight is cast
-        begun = None if product is None else p.input(x, plan)
+        begun = None if matmul is None else p.input(x, plan)
         given = _given(x, cast, plan) if cast else begun
         if plan.records_forward and begun is None:
             x_row, x_saved = given or (None, None)
@@ -233,12 +251,12 @@ def _fprop(
     ``x_row``: the rowwise form of x, if x is cast already. ``w``: a rowwise form, or a master to
     cast.
     """
-    product, x_col, w_col = product_of(offs, x), None, None
+    matmul, x_col, w_col = matmul_of(offs, x), None, None
     if isinstance(w, Tensor):
         w, w_col = quantize_with_transpose(w, plan.weight_format)
     if x_row is None:
-        x_row, x_col = product.forms(x, plan.format, plan.x_columnwise)
-    return product.fprop(x_row, w, bias, plan), x_col, w_col
+        x_row, x_col = matmul.forms(x, plan.format, plan.x_columnwise)
+    return matmul.fprop(x_row, w, bias, plan), x_col, w_col
 
 
 @sequence(0)
@@ -246,17 +264,17 @@ def _backward(
     grad: Tensor, x: Quantized | None, w: Quantized, offs: Tensor | None, plan: Plan
 ) -> tuple[Tensor, Tensor | None]:
     """Return ``dx = grad w``, and ``dw = gradᵀ x`` unless x is None, of columnwise forms."""
-    product = product_of(offs, grad)
-    g_row, g_col = product.forms(grad, plan.format, None if x is None else plan.format)
-    dx = product.dgrad(g_row, w, plan)
-    return dx, None if x is None else product.wgrad(g_col, x, plan)
+    matmul = matmul_of(offs, grad)
+    g_row, g_col = matmul.forms(grad, plan.format, None if x is None else plan.format)
+    dx = matmul.dgrad(g_row, w, plan)
+    return dx, None if x is None else matmul.wgrad(g_col, x, plan)
 
 
 def _gradients_of_context(
     ctx: Any, saved: list[Any], grads: list[Any], asked: list[bool]
 ) -> Gradients:
     """Return a gradient for each argument of :meth:`FP8Linear.forward`."""
-    dx, *made = _gradients(ctx.plan, ctx.weight, ctx.product, saved, grads, asked)
+    dx, *made = _gradients(ctx.plan, ctx.weight, ctx.matmul, saved, grads, asked)
     dx = None if dx is None else dx.view(ctx.x_shape)
     return dx, *made, *(None,) * (3 + ctx.casts)
 
@@ -276,7 +294,7 @@ def _gradients_of_node(
 def _gradients(
     plan: Plan,
     read: SavedWeight,
-    product: Dense | None,
+    matmul: Dense | None,
     saved: Sequence[Tensor],
     grads: list[Any],
     asked: Sequence[bool],
@@ -286,7 +304,7 @@ def _gradients(
     Args:
         plan: of the matmul.
         read: the form of the weight that forward has read.
-        product: the matmul, if :func:`product_of` does not make it.
+        matmul: the matmul, if :func:`matmul_of` does not make it.
         saved: ``offs``, data and scale of x, and what ``read`` reads.
         grads: the gradient of y alone, which is removed.
         asked: which of x, w and the bias need a gradient; perhaps no word of an absent bias.
@@ -295,35 +313,35 @@ def _gradients(
     needs_dx, needs_dw = asked[:2]
     needs_dbias = len(asked) > 2 and asked[2]
     offs, x_data, x_scale, *weight = saved
-    is_own = product is not None
-    product = product_of(offs, grad) if product is None else product
+    is_own = matmul is not None
+    matmul = matmul_of(offs, grad) if matmul is None else matmul
     dx = dw = dbias = None
     if needs_dbias and grad is not None:
-        dbias = product.dbias(grad, plan)
+        dbias = matmul.dbias(grad, plan)
     if grad is None or not (needs_dx or needs_dw):
         read.columnwise(weight, False)
-        return dx, dw, product.finish(None, dbias, plan)[1]
+        return dx, dw, matmul.finish(None, dbias, plan)[1]
 
-    x: Any = product.wgrad_input((x_data, x_scale), plan) if needs_dw else None
+    x: Any = matmul.wgrad_input((x_data, x_scale), plan) if needs_dw else None
     if plan.records_backward and needs_dx and not is_own:
         w_col = read.columnwise(weight, True)
         assert w_col is not None
         dx, dw = _backward(grad, x, w_col, offs, plan)
-        return product.finish(dx, dbias, plan)[0], dw, dbias
+        return matmul.finish(dx, dbias, plan)[0], dw, dbias
     if plan.tracing and not is_own and not plan.saves_x:
-        dx, dw = product.traced_backward(grad, x, read, weight if needs_dx else (), plan)
-        dx, dbias = product.finish(dx, dbias, plan)
+        dx, dw = matmul.traced_backward(grad, x, read, weight if needs_dx else (), plan)
+        dx, dbias = matmul.finish(dx, dbias, plan)
         return dx, dw, dbias
-    g_row, g = product.grad_forms(grad, plan, needs_dx, needs_dw)
+    g_row, g = matmul.grad_forms(grad, plan, needs_dx, needs_dw)
     del grad  # only its forms are needed
     w_col = read.columnwise(weight, needs_dx)
     if needs_dx:
         assert w_col is not None
-        dx = product.dgrad(g_row, w_col, plan)
+        dx = matmul.dgrad(g_row, w_col, plan)
         del w_col, g_row
     if needs_dw:
-        dw = product.wgrad(g, x, plan)
-    dx, dbias = product.finish(dx, dbias, plan)
+        dw = matmul.wgrad(g, x, plan)
+    dx, dbias = matmul.finish(dx, dbias, plan)
     return dx, dw, dbias
 
 

@@ -30,8 +30,8 @@ from ..recipe import Recipe
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
 from .backward import FP8Function, Gradients, given_out, run_backward
+from .matmuls import wgrad_in_high_precision
 from .plan import Plan, plan_matmul
-from .products import wgrad_in_high_precision
 from .saved_weight import operand_of_weight
 
 CHUNK_BYTES = 2**32
@@ -198,9 +198,9 @@ class _LinearCrossEntropy(FP8Function):
         is_trained = needs_dx or needs_dw or needs_dbias
         ctx.plan = plan
         w_row, w_col = _forms_of_weight(w, plan, needs_dx)
-        total, made = loss.total(target), _zeros((), x)
+        total, loss_value = loss.total(target), _zeros((), x)
         if not len(x) and total is not None:
-            made = made / total
+            loss_value = loss_value / total
         unit, divisor = None, total
         if plan.out_dtype == torch.float16 and is_trained:
             unit = loss.unit(total, x)
@@ -212,15 +212,15 @@ class _LinearCrossEntropy(FP8Function):
         dw = None
         dbias = _zeros(w.shape[:1], x) if needs_dbias else None
         for i in range(ceil_div(len(x), rows)):
-            part = slice(i * rows, (i + 1) * rows)
-            tokens = x[part]
+            chunk = slice(i * rows, (i + 1) * rows)
+            tokens = x[chunk]
             x_row, x_col = quantize_forms(tokens, plan.format, plan.x_columnwise)
             assert x_row is not None
             logits = gemm(x_row, w_row, bias, plan.out_dtype, plan.batch_invariant)
             if not is_trained:
-                made += loss.of(logits, target[part], total)
+                loss_value += loss.of(logits, target[chunk], total)
                 continue
-            made += loss.loss_and_gradient_(logits, target[part].contiguous(), divisor)
+            loss_value += loss.loss_and_gradient_(logits, target[chunk].contiguous(), divisor)
             grad: Tensor | None = logits
             del logits
             assert grad is not None
@@ -232,7 +232,7 @@ class _LinearCrossEntropy(FP8Function):
             if dx is not None:
                 assert g_row is not None
                 assert w_col is not None
-                dx[part] = gemm(g_row, w_col, None, dx_dtype)
+                dx[chunk] = gemm(g_row, w_col, None, dx_dtype)
             del g_row
             if needs_dw:
                 dw = _sum_wgrad(dw, grad, tokens, g_col, x_col, sum_dtype)
@@ -244,7 +244,7 @@ class _LinearCrossEntropy(FP8Function):
         if dbias is not None and unit is None:
             dbias = dbias.to(plan.bias_dtype)
         ctx.save_for_backward(dx, dw, dbias, unit)
-        return made if unit is None else made / unit
+        return loss_value if unit is None else loss_value / unit
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Gradients:
@@ -296,8 +296,8 @@ def _sum_wgrad(
     """Return ``dw`` of the chunks so far: in fp32, or in ``dtype`` if this is the first."""
     if x_col is None:  # Recipe(wgrad_input="high_precision")
         assert grad is not None
-        made = wgrad_in_high_precision(grad, x, dtype)
+        of_chunk = wgrad_in_high_precision(grad, x, dtype)
     else:
         assert g_col is not None
-        made = gemm(g_col, x_col, None, dtype)
-    return made if dw is None else dw.add_(made)
+        of_chunk = gemm(g_col, x_col, None, dtype)
+    return of_chunk if dw is None else dw.add_(of_chunk)

@@ -24,7 +24,7 @@ class MemoryRows(NamedTuple):
 
     Attributes:
         sizes, strides: of the memory, with as few dimensions as possible; no element occurs twice.
-        width: elements of a row, which ends a block; at least those of one block.
+        width: elements of a row, which ends a block; at least as many as a block has.
     """
 
     sizes: tuple[int, ...]
@@ -172,7 +172,7 @@ class SavedTensor:
 
     @torch.no_grad()
     def unpack(self) -> Tensor:
-        """Return the rounded values; strides are those of the tensor, without gaps in memory.
+        """Return the rounded values; they lie as in the tensor, without gaps in memory.
 
         Raises:
             RuntimeError: the tensor was changed in place since it was saved.

@@ -44,8 +44,8 @@ def packed_once(x: Tensor, rows: MemoryRows) -> tuple[Packed, bool]:
         x.dtype,
         current_stream(x.get_device()) if x.is_cuda else None,
     )
-    found = _shared.get(key)
-    packed = None if found is None else found.packed()
+    entry = _shared.get(key)
+    packed = None if entry is None else entry.packed()
     if packed is not None:
         return packed, False
     packed = Packed(x, rows)

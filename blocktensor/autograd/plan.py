@@ -62,7 +62,7 @@ class Plan:
         records_forward: True if forward may run as one recorded sequence of launches.
         records_backward: True if backward may run as one recorded sequence; it then holds its
             intermediates until it ends.
-        serves_all: True if later eager calls of this kind may use this plan.
+        is_cached: True if later eager calls of this kind use this plan.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Plan:
         bias: Tensor | None,
         recipe: Recipe | None,
         offs: Tensor | None = None,
-        serves_all: bool = True,
+        is_cached: bool = True,
     ) -> None:
         """Plan a matmul of these operands.
 
@@ -80,7 +80,7 @@ class Plan:
             TypeError, ValueError: dtypes, shapes, devices or recipes that do not fit together.
         """
         recipe = recipe_of(x, w, recipe)
-        self.serves_all = serves_all
+        self.is_cached = is_cached
         self.out_dtype = out_dtype = _checked_output_dtype(x, w, bias, recipe, offs)
         is_cast = isinstance(x, BlockwiseFP8Tensor)
         self.format, self.weight_format = recipe.activation_format, recipe.weight_format
@@ -111,7 +111,7 @@ class Plan:
         self.w_dtype = w.dtype
         self.bias_dtype = None if bias is None else bias.dtype
         self.are_tensors = True, True, bias is not None, offs is not None
-        records = serves_all and x.device.type in RECORDED_DEVICES
+        records = is_cached and x.device.type in RECORDED_DEVICES
         self.records_forward = records and not is_cast and 0 not in (x.numel(), w.numel())
         self.casts_weight = (
             self.records_forward
@@ -137,10 +137,11 @@ def plan_matmul(
     """
     key = _key(x, w, bias, recipe, offs)
     if key is None:
-        return Plan(x, w, bias, recipe, offs, serves_all=False)
+        return Plan(x, w, bias, recipe, offs, is_cached=False)
     plan = _PLANS.get(key) or _PLANS.put(key, Plan(x, w, bias, recipe, offs))
     if check_recordings.ENABLED:
-        check_recordings.check_plan(plan, Plan(x, w, bias, recipe, offs))
+        anew = Plan(x, w, bias, recipe, offs)
+        check_recordings.check_plan(plan, anew)
     return plan
 
 

@@ -47,7 +47,7 @@ def cast_activation(x: Tensor, recipe: Recipe) -> BlockwiseFP8Tensor:
     """Cast the input ``x[..., K]`` of linear layers by ``recipe``, without a gradient."""
     format, other = recipe.activation_format, recipe.wgrad_input_format
     source = x.detach() if other is None else None
-    made = BlockwiseFP8Tensor(
+    cast = BlockwiseFP8Tensor(
         *quantize_forms(x, format, other),
         shape=x.shape,
         dtype=x.dtype,
@@ -56,8 +56,8 @@ def cast_activation(x: Tensor, recipe: Recipe) -> BlockwiseFP8Tensor:
         source=source,
     )
     if source is not None and not (must_dispatch(x) or x.is_inference()):
-        made.source_version = source.data_ptr(), source._version
-    return made
+        cast.source_version = source.data_ptr(), source._version
+    return cast
 
 
 class _Quantize(torch.autograd.Function):

@@ -48,7 +48,7 @@ def is_strided(x: Tensor) -> bool:
 
 
 def why_kept(x: Tensor) -> str | None:
-    """Return why a saved tensor is kept as it is, or None for an activation."""
+    """Return why a saved tensor is not packed, or None for an activation."""
     if type(x) is not Tensor:
         is_parameter = isinstance(x, (nn.Parameter, MasterBase))
         return PARAMETER if is_parameter else f"a {type(x).__name__}"

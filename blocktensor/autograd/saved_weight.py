@@ -64,15 +64,15 @@ class SavedWeight:
             RuntimeError: the weight was written to, or gathered with other values, since its
                 forward.
         """
-        made = None
+        form = None
         if needed and self.plan.tracing:
             with kept_in_backward():
-                made = self._columnwise(saved)
+                form = self._columnwise(saved)
         elif needed:
-            made = self._columnwise(saved)
+            form = self._columnwise(saved)
         if isinstance(self.cast, ForwardCast):
             self.cast.waiting = None
-        return made
+        return form
 
     def traced_master(self, saved: Sequence[Tensor]) -> Tensor | None:
         """Return the weight in high precision, if a compiler traces a backward that casts it."""

@@ -110,7 +110,7 @@ class Run:
         Returns:
             Nothing if the linear layer must cast the input itself.
         """
-        if not plan.serves_all or x.is_inference():
+        if not plan.is_cached or x.is_inference():
             return ()  # changes of inference tensors are not counted
         if offs is not None and (must_dispatch(offs) or offs.is_inference()):
             return ()

@@ -47,13 +47,13 @@ def entries_of(folder: Path) -> dict[str, Entry]:
     places = _index(folder / INDEX)
     entries: dict[str, Entry] = {}
     for file in sorted(set(places.values())):
-        found = _header(folder / file)
-        for name in found:
+        header = _header(folder / file)
+        for name in header:
             place = places.get(name)
             if place != file:
                 said = "does not name it" if place is None else f"says that it is in {place}"
                 raise CheckpointError(f"{folder / file}: has tensor {name!r}: {INDEX} {said}")
-        entries |= found
+        entries |= header
     for name, file in places.items():
         if name not in entries:
             raise CheckpointError(f"{folder / file}: tensor {name!r} is missing, {INDEX} names it")

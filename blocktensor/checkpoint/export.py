@@ -123,11 +123,11 @@ def iter_fp8(
         0.weight_scale_inv [4, 2] torch.float32
         0.bias [512] torch.bfloat16
     """
-    found = exported(model, "iter_fp8", separate_experts)
+    weights = exported(model, "iter_fp8", separate_experts)
     yields = rank is None or rank == (dist.get_rank() if dist.is_initialized() else 0)
     return (
         pair
-        for stored in stored_in_turn(found, units_of(found))
+        for stored in stored_in_turn(weights, units_of(weights))
         if yields
         for pair in stored.items()
     )
@@ -246,23 +246,26 @@ class _Held(NamedTuple):
     whole: Quantized | Tensor | None
 
     def form(self, expert: int | None) -> Quantized:
-        """Return the bytes and scales; with ``expert``, those of one expert, as a stack of one."""
+        """Return the bytes and scales; with ``expert``, of this expert alone, as a stack of one."""
         fp8 = fp8_part(self.x)
         chosen = slice(None) if expert is None else slice(expert, expert + 1)
         if isinstance(self.whole, Quantized):
-            made = self.whole
+            cast_here = self.whole
         elif expert is not None and isinstance(fp8, MasterBase):  # cast one expert at a time
             cast = quantize_rowwise(fp8.master.detach()[expert], fp8.format)
-            made, chosen = cast._replace(data=cast.data[None], scale=cast.scale[None]), slice(None)
+            cast_here, chosen = (
+                cast._replace(data=cast.data[None], scale=cast.scale[None]),
+                slice(None),
+            )
         else:
-            made = form_of(fp8)
+            cast_here = form_of(fp8)
         if expert is not None:
-            made = Quantized(made.data[chosen], made.scale[chosen], made.format)
+            cast_here = Quantized(cast_here.data[chosen], cast_here.scale[chosen], cast_here.format)
         if self.whole is None:
             label = self.name if expert is None else f"{self.name}[{expert}]"
-            scale = made.scale if expert is None else made.scale[0]
-            _check_scales(label, scale.cpu(), made.format)
-        return made
+            scale = cast_here.scale if expert is None else cast_here.scale[0]
+            _check_scales(label, scale.cpu(), cast_here.format)
+        return cast_here
 
     def values(self, expert: int | None) -> Tensor:
         """Return the values in high precision; of an FP8 weight, the values that forward reads."""
@@ -293,17 +296,17 @@ def _made(unit: Unit, held: Mapping[str, _Held], found: Exported) -> dict[str, T
     scales = {name: form.scale for name, form in forms.items()}
     values = {name: form.data for name, form in forms.items()}
     values = values or {name: held[name].values(first.expert) for name in names}
-    made = {}
+    tensors = {}
     for stored in unit.stored:
         parts = [_of_one(part, first.expert) for part in stored.parts or ()]
-        made[stored.name] = _joined(stored.shape, parts, values)
+        tensors[stored.name] = _joined(stored.shape, parts, values)
         if in_fp8:
             blocks = [part.in_blocks(stored.shape) for part in parts]
             shape = BLOCKS_128X128.scale_shape(stored.shape)
             known = [block for block in blocks if block is not None]
             assert len(known) == len(blocks)
-            made[stored.name + SCALE_SUFFIX] = _joined(shape, known, scales)
-    return made
+            tensors[stored.name + SCALE_SUFFIX] = _joined(shape, known, scales)
+    return tensors
 
 
 def _of_one(part: Part, expert: int | None) -> Part:

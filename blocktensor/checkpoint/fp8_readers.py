@@ -108,33 +108,33 @@ def _quantizer(config: Mapping[str, Any]) -> Any:
 
 def _on_gpus(model: nn.Module, checkpoint: Checkpoint) -> dict[str, Misread]:
     try:
-        twin, made = _read(model, checkpoint, dequantize=False)
+        twin, result = _read(model, checkpoint, dequantize=False)
     except Exception as error:  # for example, the constructor of an FP8 module raises
         why = f"transformers fails as it makes FP8 modules: {error}"
         stacks = {name for x in checkpoint.stored if _is_of_stack(x) for name in x.of}
         wrong = stacks.intersection(checkpoint.fp8) or checkpoint.fp8
         return {name: Misread(why, _module(name)) for name in wrong}
     state, modules = twin.state_dict(keep_vars=True), dict(twin.named_modules())
-    found: dict[str, Misread] = {}
+    misreads: dict[str, Misread] = {}
     for name, stored in checkpoint.sources.items():
         is_fp8, module = name in checkpoint.fp8, _module(name)
         if name not in state:  # a module above it was replaced
             while module not in modules:
                 module = _module(module)
-            found[name] = Misread("transformers' FP8 module lacks it", module)
+            misreads[name] = Misread("transformers' FP8 module lacks it", module)
         elif is_fp8 and name + SCALE_SUFFIX not in state:
-            found[name] = Misread("transformers has no FP8 module for it")
-        elif is_fp8 and not _bytes_are_read(name, stored, made):
-            found[name] = Misread("transformers' FP8 module has another layout", module)
+            misreads[name] = Misread("transformers has no FP8 module for it")
+        elif is_fp8 and not _bytes_are_read(name, stored, result):
+            misreads[name] = Misread("transformers' FP8 module has another layout", module)
         elif not is_fp8 and name + SCALE_SUFFIX in state:
-            found[name] = Misread("transformers has an FP8 module for it", module)
-        elif not is_fp8 and not _is_read(name, stored, made):
-            found[name] = _OTHER_VALUES
+            misreads[name] = Misread("transformers has an FP8 module for it", module)
+        elif not is_fp8 and not _is_read(name, stored, result):
+            misreads[name] = _OTHER_VALUES
     for names in _tied(model):
         if len(names) > 1 and not names.isdisjoint(checkpoint.fp8):
             tied = Misread("transformers ties weights without their scales")
-            found |= dict.fromkeys(names & checkpoint.sources.keys(), tied)
-    return found
+            misreads |= dict.fromkeys(names & checkpoint.sources.keys(), tied)
+    return misreads
 
 
 def _module(name: str) -> str:
@@ -146,24 +146,24 @@ _OTHER_VALUES = Misread("transformers reads other values")
 
 def _where_it_dequantizes(model: nn.Module, checkpoint: Checkpoint) -> dict[str, Misread]:
     try:
-        _, made = _read(model, checkpoint, dequantize=True)
+        _, result = _read(model, checkpoint, dequantize=True)
     except Exception:  # a real load would raise, too
         return {}
-    found = {}
+    misreads = {}
     for name, stored in checkpoint.sources.items():
-        if name in made.errors or name in made.mismatched:
+        if name in result.errors or name in result.mismatched:
             continue  # the reader raises
         if name not in checkpoint.fp8:
-            if not _is_read(name, stored, made):
-                found[name] = _OTHER_VALUES
+            if not _is_read(name, stored, result):
+                misreads[name] = _OTHER_VALUES
             continue
-        tensor = made.tensors.get(name)
+        tensor = result.tensors.get(name)
         names = {x.name + suffix for x in stored for suffix in ("", SCALE_SUFFIX)}
         if not isinstance(tensor, TracedTensor) or tensor.origins != names:
-            found[name] = Misread("transformers leaves out its scales where it dequantizes")
+            misreads[name] = Misread("transformers leaves out its scales where it dequantizes")
         elif any(_scales_other_blocks(x.shape[-2:]) for x in stored):
-            found[name] = Misread("transformers takes other blocks where it dequantizes")
-    return found
+            misreads[name] = Misread("transformers takes other blocks where it dequantizes")
+    return misreads
 
 
 def _is_of_stack(stored: Stored) -> bool:

@@ -150,7 +150,7 @@ def _without_scales(entry: Entry) -> CheckpointError:
     names = ", ".join(name.rpartition(".")[2] for name in names_of_scales(entry.name))
     return CheckpointError(
         f"{entry} is FP8 and has no scales: expected one of {names} in its module; where the "
-        f"scales of experts are those of a whole stack [E, N, K], as transformers 5.23 saves "
+        f"file has the scales of a whole stack of experts [E, N, K], as transformers 5.23 saves "
         f"them, store the stack instead of its matrices (torch.cat of gate and up, torch.stack)"
     )
 
@@ -195,7 +195,7 @@ def check_fits(name: str, source: Source, current: Tensor) -> None:
         if entry.is_fp8 and part.in_blocks(current.shape) is None:
             raise CheckpointError(
                 f"{entry} {list(entry.shape)} is in FP8, and its {BLOCKS_128X128.rows}x"
-                f"{BLOCKS_128X128.cols} blocks are not those of the model's {name!r} "
+                f"{BLOCKS_128X128.cols} blocks are not the blocks of the model's {name!r} "
                 f"{list(current.shape)}, of which it is {spelled(part.here)}: dequantize it with "
                 f"the library that wrote it, then convert"
             )

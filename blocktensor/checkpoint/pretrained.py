@@ -59,21 +59,21 @@ def skeleton(model: nn.Module) -> nn.Module:
         if x is None:
             return None
         if x not in modules:
-            made: nn.Module = object.__new__(unsharded_class(x))
-            modules[x] = made
-            vars(made).update({**vars(x), **vars(nn.Module()), "training": x.training})
-            made._non_persistent_buffers_set.update(x._non_persistent_buffers_set)
-            made._parameters.update({name: tensor(value) for name, value in x._parameters.items()})
-            made._buffers.update({name: tensor(value) for name, value in x._buffers.items()})
-            made._modules.update({name: module(value) for name, value in x._modules.items()})
+            bare: nn.Module = object.__new__(unsharded_class(x))
+            modules[x] = bare
+            vars(bare).update({**vars(x), **vars(nn.Module()), "training": x.training})
+            bare._non_persistent_buffers_set.update(x._non_persistent_buffers_set)
+            bare._parameters.update({name: tensor(value) for name, value in x._parameters.items()})
+            bare._buffers.update({name: tensor(value) for name, value in x._buffers.items()})
+            bare._modules.update({name: module(value) for name, value in x._modules.items()})
         return modules[x]
 
-    made = module(model)
-    assert made is not None
+    bare = module(model)
+    assert bare is not None
     # What save_pretrained reverts depends on the checkpoint that a model was loaded from: names of
     # a dequantized FP8 checkpoint would be lost, and equal models would get different names.
-    vars(made).pop("_weight_conversions", None)
-    return made
+    vars(bare).pop("_weight_conversions", None)
+    return bare
 
 
 def saved(twin: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -57,12 +57,12 @@ class PretrainedReader:
             if name.startswith(prefix) and not name.endswith("._extra_state")
         }
         try:
-            made = self._loaded({})
+            result = self._loaded({})
         except Exception:  # this version of transformers has no such rules: names decide
-            made = Loaded({}, {}, {})
+            result = Loaded({}, {}, {})
         self.parts: dict[str, tuple[Part, ...]] = {}
         self.computed: dict[str, frozenset[str]] = {}
-        for name, x in made.tensors.items():
+        for name, x in result.tensors.items():
             if not isinstance(x, TracedTensor):
                 continue
             if x.parts is None:
@@ -70,10 +70,10 @@ class PretrainedReader:
             else:
                 renamed = (part._replace(name=prefix + part.name) for part in x.parts)
                 self.parts[prefix + name] = tuple(renamed)
-        self.failed = {prefix + name: why for name, why in made.errors.items()}
+        self.failed = {prefix + name: why for name, why in result.errors.items()}
         self.mismatched = {
             prefix + name: f"a tensor {list(shape)} would be loaded"
-            for name, shape in made.mismatched.items()
+            for name, shape in result.mismatched.items()
         }
 
     @property

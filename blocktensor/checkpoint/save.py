@@ -58,7 +58,7 @@ def save_fp8(
     index from transformers; every other file in the folder stays. A link to a folder is followed.
     Only one process, or the ranks of one model, may save to a folder at a time.
 
-    All ranks of a sharded model call it alike, with a folder that all of them see. Each writes a
+    All ranks of a sharded model call it, with a folder that all of them see. Each writes a
     share of the weights, which are gathered in FP8, as by :func:`iter_fp8`. The folder has the same
     bytes as one written by one process.
 
@@ -105,13 +105,13 @@ def save_fp8(
     if max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes={max_shard_bytes}: expected at least 1")
     check_progress(progress)
-    found = exported(model, "save_fp8", separate_experts)
+    weights = exported(model, "save_fp8", separate_experts)
     warn_of_lost_changes(model, "save_fp8")
-    ranks, folder = Ranks.of(found.tensors.values()), Path(os.path.realpath(path))
-    described = Described(found, ())
+    ranks, folder = Ranks.of(weights.tensors.values()), Path(os.path.realpath(path))
+    described = Described(weights, ())
     if not all_in_fp8:
         described = readable(described)
-        found = described.found
+        weights = described.found
     content = _config_of(model) if config is None else config
     content = {**content, "quantization_config": described.config}
 
@@ -119,20 +119,20 @@ def save_fp8(
 
         def begin() -> tuple[Path, str]:
             _check_target(folder, overwrite)
-            made = stack.enter_context(staging(folder))
-            return made, "" if holds_nothing(folder) else made.name
+            staged = stack.enter_context(staging(folder))
+            return staged, "" if holds_nothing(folder) else staged.name
 
-        made, tag = ranks.first(begin)
-        shards = _shards(units_of(found), made, tag, max_shard_bytes)
+        staged, tag = ranks.first(begin)
+        shards = _shards(units_of(weights), staged, tag, max_shard_bytes)
         total = sum(unit.nbytes for members in shards.values() for unit in members)
         with progress_bar("save_fp8", total, progress) as done:
-            index, *_ = ranks.each(lambda: _write(found, shards, folder, ranks, done))
+            index, *_ = ranks.each(lambda: _write(weights, shards, folder, ranks, done))
 
         def finish() -> None:
             with naming(folder):
-                write_json(made / INDEX, index)
-                write_json(made / CONFIG, content)
-            put_in_place(made)
+                write_json(staged / INDEX, index)
+                write_json(staged / CONFIG, content)
+            put_in_place(staged)
 
         ranks.first(finish)
     return Path(path)
@@ -199,7 +199,7 @@ def _write(
 
     with ThreadPoolExecutor(1) as pool:
         for turn, (file, members) in enumerate(shards.items()):
-            held: dict[str, Tensor] = {}
+            pending: dict[str, Tensor] = {}
             for unit, stored in zip(members, stored_units, strict=False):
                 done(unit.nbytes)
                 places |= dict.fromkeys(stored, file.name)
@@ -208,13 +208,13 @@ def _write(
                     continue
                 try:
                     writing.result()
-                    held |= {name: x.to("cpu", copy=True) for name, x in stored.items()}
+                    pending |= {name: x.to("cpu", copy=True) for name, x in stored.items()}
                 except Exception as error:
                     if ranks.size == 1:
                         raise
                     failure = error
-            if held and failure is None:
-                writing = pool.submit(write, file, held)
+            if pending and failure is None:
+                writing = pool.submit(write, file, pending)
     if failure is not None:
         raise failure
     writing.result()

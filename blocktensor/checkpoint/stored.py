@@ -103,12 +103,12 @@ def _joined(tensors: Iterable[Stored]) -> list[Group]:
             name = higher
         return name
 
-    found = list(tensors)
-    for stored in found:
+    listed = list(tensors)
+    for stored in listed:
         for name in stored.of:
             above[top(name)] = top(stored.of[0])
     groups: dict[str, Group] = defaultdict(list)
-    for stored in found:
+    for stored in listed:
         groups[top(stored.of[0])].append(stored)
     return list(groups.values())
 
@@ -181,11 +181,11 @@ def separated(model: nn.Module, groups: list[Group], fp8: Collection[str]) -> li
     Raises:
         ValueError: a stack has no separate names, or blocks that lie in two of its matrices.
     """
-    known, made = possible_names(model), []
+    known, separate = possible_names(model), []
     for group in groups:
         (stored, *others) = group
         if others or len(stored.shape) != 3 or stored.parts is None:
-            made.append(group)
+            separate.append(group)
             continue
         (name,) = stored.of
         ways = [
@@ -201,8 +201,8 @@ def separated(model: nn.Module, groups: list[Group], fp8: Collection[str]) -> li
                 f"multiple of {BLOCKS_128X128.rows} rows each; separate_experts=False writes such "
                 f"a stack whole"
             )
-        made.append(ways[0] if ways else group)
-    return made
+        separate.append(ways[0] if ways else group)
+    return separate
 
 
 def _as_matrices(way: Names, name: str, shape: Sequence[int]) -> Group:

@@ -138,8 +138,10 @@ def _layouts(func: Any, args: Any, kwargs: Any) -> _Layout | list[_Layout]:
             return x.on_meta()
         return tuple(map(on_meta, x)) if type(x) is tuple else x
 
-    made = func(*map(on_meta, args), **{name: on_meta(value) for name, value in kwargs})
-    return [_Layout.of(x) for x in made] if isinstance(made, (list, tuple)) else _Layout.of(made)
+    result = func(*map(on_meta, args), **{name: on_meta(value) for name, value in kwargs})
+    return (
+        [_Layout.of(x) for x in result] if isinstance(result, (list, tuple)) else _Layout.of(result)
+    )
 
 
 # Rules: functions from the blocks of an op's arguments to the blocks of each result
@@ -170,16 +172,16 @@ def _joined(func: Any, args: Sequence[Any], kwargs: Any) -> _Blocks | None:
     stacks = func is _aten.stack.default
     dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
     dim %= tensors[0].ndim + stacks
-    begin, found = 0, []
+    begin, blocks = 0, []
     for x in tensors:
         if not isinstance(x, TracedTensor) or x.blocks is None:
             return None
         for at, view, origin in x.blocks:
             here = [*at[:dim], 0, *at[dim:]] if stacks else [*at]
             here[dim] += begin
-            found.append(_Block(tuple(here), view.unsqueeze(dim) if stacks else view, origin))
+            blocks.append(_Block(tuple(here), view.unsqueeze(dim) if stacks else view, origin))
         begin += 1 if stacks else x.shape[dim]
-    return [tuple(found)]
+    return [tuple(blocks)]
 
 
 def _ops(*names: str) -> Iterable[Any]:

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 from torch.nn.parameter import is_lazy
 
-from ..model.matrix import Matrix
+from ..model.matrix import Matrix, Share
 from ..model.weights import is_fully_sharded
-from ..ops.checks import high_precision_dtype
+from ..ops import checks
 from ..recipe import DEFAULT_RECIPE, MIGRATING, Recipe
-from ..sharding.dtensor import check_cuts, local_of
-from ..sharding.fsdp.fsdp_internals import ShardedParam, owner_of, sharded_with
-from ..tensor.base import FP8Base
+from ..sharding.dtensor import check_cuts
+from ..sharding.fsdp.fsdp_internals import Sharding, sharding_of
+from ..tensor.compat.swap_in import check_swappable
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
 
@@ -27,7 +25,7 @@ _OURS = {
     "filter_fn": "filter=, a function of the same arguments (module, name)",
     "config": "recipe=, a blocktensor.Recipe",
 }
-"""Arguments of ``convert`` that stand for those of torchao's functions."""
+"""Arguments of ``convert`` for the arguments of torchao's functions."""
 
 
 def refuse_others(others: Mapping[str, object]) -> None:
@@ -41,7 +39,7 @@ def refuse_others(others: Mapping[str, object]) -> None:
         raise TypeError(f"convert() got an unexpected keyword argument {name!r}")
 
 
-def not_fake(parameters: Iterable[Tensor]) -> None:
+def check_not_fake(parameters: Iterable[Tensor]) -> None:
     """Raise NotImplementedError if a parameter is fake, or a FakeTensorMode is on."""
     if detect_fake_mode(list(parameters)) is not None:
         raise NotImplementedError(
@@ -51,7 +49,7 @@ def not_fake(parameters: Iterable[Tensor]) -> None:
         )
 
 
-def castable(
+def check_castable(
     matrix: Matrix, what: str, recipe: Recipe | None, modules: Iterable[nn.Module]
 ) -> None:
     """Raise unless a parameter can become FP8 in place, or take another recipe.
@@ -75,35 +73,22 @@ def castable(
             f"{what} has no shape yet (nn.LazyLinear): run a batch through the model first, then "
             f"convert it"
         )
-    held = matrix.fp8
-    if held is not None:
-        _castable_again(held, what, recipe)
-    high_precision_dtype(weight, what)
-    local = local_of(weight)
-    if local is not None:
-        of_fsdp = True
-        if not matrix.is_parallel:
-            of_fsdp = _not_gathered_yet(weight, local, what, recipe)
-        elif matrix.is_gathered:
-            raise NotImplementedError(
-                f"{what} is a tensor parallel DTensor {list(weight.shape)} that FSDP2 shards "
-                f"besides: convert the model before fully_shard"
-            )
-        if of_fsdp and matrix.is_frozen:
-            raise NotImplementedError(
-                f"{what} is a frozen DTensor {list(weight.shape)}, which cannot be converted: "
-                f"convert the model before fully_shard and parallelize_module, or with "
-                f"requires_grad=True"
-            )
-    elif held is None and any(is_fully_sharded(type(module)) for module in modules):
+    fp8 = matrix.fp8
+    if fp8 is not None:
+        _check_castable_again(fp8, what, recipe)
+    checks.high_precision_dtype(weight, what)
+    share = matrix.share
+    if share is not None:
+        _check_dtensor(matrix, share, what, recipe)
+    elif fp8 is None and any(is_fully_sharded(type(module)) for module in modules):
         raise NotImplementedError(
             f"{what} is no DTensor though FSDP2 shards its module: FSDP2 has gathered it, or was "
             f"told to ignore it; convert the model before fully_shard"
         )
-    swappable(weight, what)
+    check_swappable(weight, what)
 
 
-def _castable_again(fp8: Any, what: str, recipe: Recipe | None) -> None:
+def _check_castable_again(fp8: Any, what: str, recipe: Recipe | None) -> None:
     """Raise if a weight in FP8 has no master on this rank that could be cast again."""
     if isinstance(fp8, BlockwiseFP8Weight):
         return
@@ -122,16 +107,35 @@ def _castable_again(fp8: Any, what: str, recipe: Recipe | None) -> None:
     )
 
 
-def _not_gathered_yet(weight: Any, local: Tensor, what: str, recipe: Recipe | None) -> bool:
-    """Return whether FSDP2 shards the weight; else each rank multiplies by its part of a stack."""
-    of_fsdp, has_run = sharded_with(owner_of(local))
-    if not of_fsdp and weight.ndim == 3:
-        format = (recipe or DEFAULT_RECIPE).weight_format
-        check_cuts(weight.shape, weight.device_mesh, weight.placements, format, what)
-        return False
+def _check_dtensor(matrix: Matrix, share: Share, what: str, recipe: Recipe | None) -> None:
+    """Raise unless matmuls read the DTensor in FP8, by FSDP2, our styles, or as whole experts."""
+    weight: Any = matrix.parameter
+    if matrix.is_parallel:
+        if share.owner is not None:
+            raise NotImplementedError(
+                f"{what} is a tensor parallel DTensor {list(weight.shape)} that FSDP2 shards "
+                f"besides: convert the model before fully_shard"
+            )
+    else:
+        fsdp = sharding_of(share.owner)
+        if fsdp is None and weight.ndim == 3:  # each rank multiplies by its part
+            format = (recipe or DEFAULT_RECIPE).weight_format
+            check_cuts(weight.shape, weight.device_mesh, weight.placements, format, what)
+            return
+        _check_fsdp(weight, fsdp, what)
+    if matrix.is_frozen:
+        raise NotImplementedError(
+            f"{what} is a frozen DTensor {list(weight.shape)}, which cannot be converted: "
+            f"convert the model before fully_shard and parallelize_module, or with "
+            f"requires_grad=True"
+        )
+
+
+def _check_fsdp(weight: Any, fsdp: Sharding | None, what: str) -> None:
+    """Raise unless FSDP2, maybe after a cut between experts, made a DTensor not gathered yet."""
     dims = [x.dim for x in weight.placements if not x.is_replicate()]
     # without replicas, FSDP2 alone shards over one dimension of its mesh
-    if not of_fsdp or (len(dims) > 1 and not _are_whole_experts(weight, dims, of_fsdp)):
+    if fsdp is None or (len(dims) > 1 and not _cut_between_experts(weight, dims, fsdp)):
         remedy = (
             "DTensor would compute its gradient in high precision; give ColwiseParallel or "
             "RowwiseParallel of blocktensor.distributed to parallelize_module, before fully_shard, "
@@ -143,57 +147,16 @@ def _not_gathered_yet(weight: Any, local: Tensor, what: str, recipe: Recipe | No
             f"{what} is a DTensor {list(weight.shape)} with placements {weight.placements} that "
             f"FSDP2 alone did not make: {remedy}"
         )
-    if has_run:
+    if fsdp.has_run:
         raise NotImplementedError(
             f"{what} is a DTensor {list(weight.shape)} that FSDP2 has gathered in high precision "
             f"already: convert the model before its first forward"
         )
-    return True
 
 
-def _are_whole_experts(
-    weight: Tensor, dims: Sequence[int], of_fsdp: Sequence[ShardedParam]
-) -> bool:
-    """Return whether EP has cut a stack between experts only, before FSDP2 sharded it.
+def _cut_between_experts(weight: Tensor, dims: list[int], fsdp: Sharding) -> bool:
+    """Return True if EP has cut a stack between experts only, before FSDP2 sharded it.
 
     ``dims``: the dimensions along which it is cut, FSDP2's own among them.
     """
-    local = local_of(weight)
-    own = next(x.dim for x in of_fsdp if x.local is local)
-    return weight.ndim == 3 and sorted(dims) == sorted([own, *[0] * (len(dims) - 1)])
-
-
-def swappable(parameter: Tensor, what: str, action: str = "convert") -> None:
-    """Raise RuntimeError unless the content of ``parameter`` can be exchanged in place.
-
-    These are the conditions of ``torch.utils.swap_tensors``, checked before anything changes. Weak
-    references to a tensor that is in FP8 already are allowed: only its ``.data`` is set.
-
-    Args:
-        parameter: of a module.
-        what, action: the names of the parameter and of the change, for the error message.
-    """
-    cannot = f"cannot {action} {what} {list(parameter.shape)} in place"
-    if not isinstance(parameter, FP8Base) and weakref.getweakrefs(parameter):
-        raise RuntimeError(
-            f"{cannot}: there are weak references to it (weakref.ref), which would point to other "
-            f"content; drop them first"
-        )
-    if _is_in_use(parameter):
-        raise RuntimeError(
-            f"{cannot}: an autograd graph or a wrapper such as DDP uses it; {action} the model "
-            f"before wrapping it in DDP or FSDP, and not between a forward and its backward: run "
-            f"the backward, or drop what the forward returned (del loss)"
-        )
-
-
-def _is_in_use(parameter: Tensor) -> bool:
-    uses: int = parameter._use_count()  # type: ignore[attr-defined]
-    if uses < 2 or not (parameter.is_leaf and parameter.requires_grad):
-        return uses > 1
-    # The second reference may be its AccumulateGrad node, which is allowed: swap_tensors makes it
-    # raise if a backward reaches it. If it is another one, asking for the node adds a third.
-    edge = torch.autograd.graph.get_gradient_edge(parameter)
-    in_use: bool = parameter._use_count() > 2  # type: ignore[attr-defined]
-    del edge
-    return in_use
+    return weight.ndim == 3 and sorted(dims) == sorted([fsdp.dim, *[0] * (len(dims) - 1)])

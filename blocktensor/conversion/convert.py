@@ -29,8 +29,8 @@ from ..patches import apply_for_fp8
 from ..recipe import DEFAULT_RECIPE, Recipe, check_recipe
 from ..sharding.dtensor import fp8_part
 from ..tensor.compat.swap_in import swap_in
-from .checks import castable, not_fake, refuse_others
-from .fast_path import described, gpu_of, warn_if_missing
+from .checks import check_castable, check_not_fake, refuse_others
+from .fast_path import fast_paths
 from .plan import Choices, Filter, decide, heads_of, is_to_be_cast
 from .report import ConversionReport, Entry, MinSizes
 from .state_dict import register_state_hooks
@@ -82,14 +82,14 @@ def to_blockwise_fp8_weights(module: nn.Module, recipe: Recipe | None = None) ->
     if not keys:
         warn_of_container(module)
         return
-    not_fake(module.parameters(recurse=False))
+    check_not_fake(module.parameters(recurse=False))
     known = [Matrix("", key, module) for key in keys if why_unconvertible(module, key) is None]
     chosen = [matrix for matrix in known if is_to_be_cast(matrix, recipe)]
     for matrix in chosen:
         what = "the weight" if matrix.key == "weight" else f"the stack {matrix.key!r}"
-        castable(matrix, what, recipe, [module])
-        if (gpu := gpu_of(matrix.parameter.device)) is not None:
-            warn_if_missing(gpu)
+        check_castable(matrix, what, recipe, [module])
+    for path in fast_paths(matrix.parameter.device for matrix in chosen).values():
+        path.warn_if_missing()
     for matrix in chosen:
         _swap(matrix, recipe)
     _register_hooks(module)
@@ -176,28 +176,28 @@ def convert(
         if not isinstance(value, bool):
             raise TypeError(f"{option}={value!r}: expected True or False")
     named = {} if stacks is None else named_experts(model, stacks)
-    skipped = weights_to_skip(model, skip, named)
-    check_progress(progress)
-    not_fake(model.parameters())
-
     matrices = matrices_of(model, named)
+    skipped = weights_to_skip(model, skip, matrices)
+    check_progress(progress)
+    check_not_fake(model.parameters())
+
     heads = heads_of(model)
-    small = skip_small
-    decide(matrices, Choices(recipe, filter, skipped, small, heads, convert_head))
+    paths = fast_paths(matrix.parameter.device for matrix in matrices)
+    decide(matrices, Choices(recipe, filter, skipped, skip_small, heads, convert_head, paths))
     chosen = [matrix for matrix in matrices if matrix.is_chosen]
     modules = dict(model.named_modules())
     for matrix in chosen:
         what = f"the weight of {matrix.label!r}" if matrix.label else "the weight"
         above = [modules[name] for name in ("", *with_all_above(matrix.name))]
-        castable(matrix, what, recipe, above)
+        check_castable(matrix, what, recipe, above)
 
-    gpu = next((gpu for matrix in matrices if (gpu := gpu_of(matrix.parameter.device))), None)
-    if gpu is not None:
-        warn_if_missing(gpu)
+    path = next(iter(paths.values()), None)
+    if path is not None:
+        path.warn_if_missing()
     report = ConversionReport(
         tuple(_entry(matrix, recipe or DEFAULT_RECIPE) for matrix in matrices),
         sum(map(_elements_of, model.parameters())),
-        None if gpu is None else described(gpu),
+        None if path is None else str(path),
     )
     if not dry_run:
         total = sum(matrix.parameter.numel() for matrix in chosen)
@@ -215,7 +215,8 @@ def convert(
 
 
 def _swap(matrix: Matrix, recipe: Recipe | None) -> None:
-    swap_in(matrix.parameter, matrix.fp8_form(recipe or DEFAULT_RECIPE))
+    form = matrix.fp8_form(recipe or DEFAULT_RECIPE)
+    swap_in(matrix.parameter, form)
 
 
 def _register_hooks(module: nn.Module) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,6 +27,46 @@ FAMILIES: dict[str, Sequence[Backend[Any]]] = {
 """The tables of backends by the names of their ops in reports."""
 
 
+@dataclass(frozen=True)
+class FastPath:
+    """The fast path of a GPU with FP8: what it lacks, asked once.
+
+    GPUs other than Hopper lack all GEMMs: the portable kernels run there.
+
+    Attributes:
+        gpu: the device.
+        lacks: the families of ops without their fast kernels, each with the reason.
+    """
+
+    gpu: torch.device
+    lacks: Mapping[str, str]
+
+    @classmethod
+    def of(cls, gpu: torch.device) -> FastPath:
+        """Return the fast path of a GPU."""
+        reasons = {family: backends[0].unusable(gpu) for family, backends in FAMILIES.items()}
+        return cls(gpu, {family: reason for family, reason in reasons.items() if reason})
+
+    def is_portable(self, stack: bool) -> bool:
+        """Return True if matmuls with a weight or a ``stack`` have only portable kernels."""
+        return ("grouped GEMMs" if stack else "GEMMs") in self.lacks
+
+    def __str__(self) -> str:
+        """Return one line for a report: "fast path: yes", or no and why."""
+        return f"fast path: no ({self._missing()})" if self.lacks else "fast path: yes"
+
+    def warn_if_missing(self) -> None:
+        """Warn once a process if a Hopper GPU lacks parts of it: which, and a remedy."""
+        if self.lacks and capability(self.gpu) == HOPPER:
+            _warn(torch.cuda.get_device_name(self.gpu), self._missing())
+
+    def _missing(self) -> str:
+        by_reason: dict[str, list[str]] = {}
+        for family, reason in self.lacks.items():
+            by_reason.setdefault(reason, []).append(family)
+        return "; ".join(f"{', '.join(parts)}: {reason}" for reason, parts in by_reason.items())
+
+
 def gpu_of(device: torch.device) -> torch.device | None:
     """Return the GPU with FP8 that a model on ``device`` runs on, if it is known.
 
@@ -39,33 +80,13 @@ def gpu_of(device: torch.device) -> torch.device | None:
     return None if lacks_fp8(device) else device
 
 
-def is_portable(device: torch.device, stack: bool) -> bool:
-    """Return True if a GPU has only portable kernels for matmuls with a weight or a ``stack``."""
-    return FAMILIES["grouped GEMMs" if stack else "GEMMs"][0].unusable(device) is not None
-
-
-def _missing(device: torch.device) -> str:
-    """Return the parts of the fast path that a GPU lacks, and why; "" if it lacks none.
-
-    GPUs other than Hopper lack all GEMMs: the portable kernels run there.
-    """
-    by_reason: dict[str, list[str]] = {}
-    for family, backends in FAMILIES.items():
-        if reason := backends[0].unusable(device):
-            by_reason.setdefault(reason, []).append(family)
-    return "; ".join(f"{', '.join(parts)}: {reason}" for reason, parts in by_reason.items())
-
-
-def described(device: torch.device) -> str:
-    """Return one line for a report: "fast path: yes", or no and why."""
-    missing = _missing(device)
-    return f"fast path: no ({missing})" if missing else "fast path: yes"
-
-
-def warn_if_missing(device: torch.device) -> None:
-    """Warn once a process if a Hopper GPU lacks parts of the fast path: which, and a remedy."""
-    if capability(device) == HOPPER and (missing := _missing(device)):
-        _warn(torch.cuda.get_device_name(device), missing)
+def fast_paths(devices: Iterable[torch.device]) -> dict[torch.device, FastPath]:
+    """Return the fast path of the GPU that a model on each device runs on, if there is one."""
+    paths: dict[torch.device, FastPath] = {}
+    for device in devices:
+        if device not in paths and (gpu := gpu_of(device)) is not None:
+            paths[device] = FastPath.of(gpu)
+    return paths
 
 
 @functools.cache

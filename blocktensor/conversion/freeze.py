@@ -17,10 +17,9 @@ from ..model.progress import check_progress, progress_bar
 from ..model.weights import kind_of, why_unconvertible
 from ..sharding.dtensor import with_local
 from ..sharding.fsdp.gather import GatheredInFP8
-from ..tensor.compat.swap_in import swap_in
+from ..tensor.compat.swap_in import check_swappable, swap_in
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
-from .checks import swappable
 from .kept import Kept, forget, origin_of, remember, round_at_random_
 from .state_dict import register_state_hooks
 
@@ -224,7 +223,7 @@ def _check(weight: Matrix, action: str, other: str | None) -> None:
             f"is loaded before, too (load_fp8, {action}, fully_shard)"
         )
     del fp8  # its references are counted
-    swappable(weight.parameter, what, action)
+    check_swappable(weight.parameter, what, action)
     if is_trained and action == "freeze" and other is not None:
         raise ValueError(
             f"the weight of {weight.label!r} cannot be frozen, because another module reads its "

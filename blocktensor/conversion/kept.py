@@ -140,9 +140,9 @@ def round_at_random_(
         for i in range(0, len(x), step):
             rows, blocks = slice(i, i + step), slice(i // form.format.rows, None)
             known = None if old is None else old[blocks][:BLOCKS_AT_ONCE]
-            made = quantize_stochastically(x[rows], form.format, generator, known)
-            data[rows].copy_(made.data)
-            own[blocks][:BLOCKS_AT_ONCE].copy_(made.scale)
+            rounded = quantize_stochastically(x[rows], form.format, generator, known)
+            data[rows].copy_(rounded.data)
+            own[blocks][:BLOCKS_AT_ONCE].copy_(rounded.scale)
 
 
 def _matrices(x: Tensor) -> list[Tensor]:

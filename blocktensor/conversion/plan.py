@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
@@ -15,7 +16,7 @@ from ..model.weights import is_linear, kind_of, why_unconvertible
 from ..ops.checks import HIGH_PRECISION
 from ..ops.formats import BLOCK
 from ..recipe import Recipe
-from .fast_path import gpu_of, is_portable
+from .fast_path import FastPath
 from .report import ALREADY, MinSizes
 
 Filter = Callable[[nn.Module, str], bool]
@@ -47,6 +48,7 @@ class Choices:
         small: the thresholds of sizes; True for the measured ones, False for none.
         heads: the heads of the model, each with the reason.
         head: whether to convert heads, too.
+        fast_paths: of the GPUs that weights on each device run on.
     """
 
     recipe: Recipe | None
@@ -55,6 +57,7 @@ class Choices:
     small: bool | MinSizes
     heads: Mapping[nn.Module, str]
     head: bool
+    fast_paths: Mapping[torch.device, FastPath]
 
 
 def decide(matrices: Sequence[Matrix], choices: Choices) -> None:
@@ -134,11 +137,11 @@ def _why_small(linear: Matrix, choices: Choices) -> str | None:
     """Return why the matmuls with a weight would be slower in FP8; None if they would not."""
     if choices.small is False:
         return None
-    is_stack, gpu = linear.is_stack, gpu_of(linear.parameter.device)
+    is_stack, path = linear.is_stack, choices.fast_paths.get(linear.parameter.device)
     # a parallel linear layer is judged whole
     _, n, k = linear.sizes_here if is_stack else linear.sizes
     thresholds = choices.small if isinstance(choices.small, MinSizes) else MinSizes()
-    is_slow = choices.small is True and gpu is not None and is_portable(gpu, is_stack)
+    is_slow = choices.small is True and path is not None and path.is_portable(is_stack)
     if is_slow and is_stack:
         return f"{NO_FAST_PATH}: experts are slower than bf16 (skip_small)"
     if is_slow:
@@ -213,8 +216,8 @@ def _is_repeated(name: str, modules: Mapping[str, nn.Module]) -> bool:
 def _is_beside_body(name: str, modules: Mapping[str, nn.Module]) -> bool:
     for child in reversed(with_all_above(name)):
         parent = modules[child.rpartition(".")[0]]
-        beside = [m for m in parent.children() if m is not modules[child]]
-        if any(isinstance(m, nn.Embedding) or next(m.children(), None) for m in beside):
+        siblings = [m for m in parent.children() if m is not modules[child]]
+        if any(isinstance(m, nn.Embedding) or next(m.children(), None) for m in siblings):
             return True
         if not isinstance(parent, nn.Sequential):
             return False

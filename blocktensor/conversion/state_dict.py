@@ -165,10 +165,10 @@ def _wrapped_as(matrix: Matrix, weight: Any, value: Any) -> Any:
         return BlockwiseFP8Weight(value.detach(), weight.recipe)
     if isinstance(weight, BlockwiseFP8Tensor) and fp8_part(value) is None:
         return matrix.frozen_form(value, weight.recipe)
-    held, local = local_of(weight), local_of(value)
-    if isinstance(held, (FP8Shard, BlockwiseFP8Weight)) and not isinstance(local, MasterBase):
+    own, local = local_of(weight), local_of(value)
+    if isinstance(own, (FP8Shard, BlockwiseFP8Weight)) and not isinstance(local, MasterBase):
         assert local is not None
-        return with_local(value, type(held)(local.detach(), held.recipe))
+        return with_local(value, type(own)(local.detach(), own.recipe))
     return None
 
 

@@ -124,7 +124,7 @@ def names_of(code: CodeType) -> Names:
     Raises:
         CannotWatch: the code changes or imports something, or reads attributes without naming them.
     """
-    found = Names()
+    names = Names()
     for each in _nested(code):
         instructions = [x for x in dis.get_instructions(each) if x.opname not in _NOTHING]
         for index, (op, name) in enumerate((x.opname, x.argval) for x in instructions):
@@ -135,15 +135,15 @@ def names_of(code: CodeType) -> Names:
             if op == "LOAD_BUILD_CLASS":
                 raise CannotWatch("defines a class")
             if op in _VARIABLES:
-                found.variables.add(name)
+                names.variables.add(name)
                 if name in _BY_NAME:
                     *owners, tried = _chain_given(name, instructions[index + 1 :])
-                    found.tried.add(tried)
-                    found.tried_on.update(owners[-1:])
+                    names.tried.add(tried)
+                    names.tried_on.update(owners[-1:])
             elif op in _ATTRIBUTES:
                 _check_attribute(name)
-                found.attributes.add(name)
-    return found
+                names.attributes.add(name)
+    return names
 
 
 def _fills_new_object(code: CodeType, instructions: Sequence[dis.Instruction], index: int) -> bool:

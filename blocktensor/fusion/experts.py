@@ -93,15 +93,15 @@ class Experts(Gated):
         verified = tuple(dtypes for dtypes, why in reasons.items() if why is None)
         if not verified:
             return None, str(next(iter(reasons.values())))
-        made = replace(self, dtypes=verified)
+        pattern = replace(self, dtypes=verified)
         if not (dist.is_available() and dist.is_initialized()):
-            return made, ""
-        why = why_different(replace(made, dtypes=verified[:1], to_local=True), module, drawn)
+            return pattern, ""
+        why = why_different(replace(pattern, dtypes=verified[:1], to_local=True), module, drawn)
         if why is None:
-            return replace(made, to_local=True), ""
+            return replace(pattern, to_local=True), ""
         if any(_stays_cut(self._weight(module, name)) for name in self.linears):
             return None, f"with stacks that are DTensors it {why}"
-        return made, ""
+        return pattern, ""
 
     def why_not(self, module: Any, *args: Any) -> str | None:
         """Return why the module's own forward must run on these arguments, if it must."""

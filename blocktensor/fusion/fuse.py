@@ -136,11 +136,11 @@ def fuse(
     check_progress(progress)
     if all(fp8_part(p) is None for p in model.parameters()):
         raise not_converted(model, "fuse")
-    found = [x for kind in PATTERNS for x in kind.find(model)]
+    matches = [x for kind in PATTERNS for x in kind.find(model)]
     drawn, entries = Drawn(), list[FusionEntry]()
     chosen: list[tuple[nn.Module, Pattern]] = []
-    with progress_bar("fuse", len(found), progress, unit="modules") as done:
-        for each in found:
+    with progress_bar("fuse", len(matches), progress, unit="modules") as done:
+        for each in matches:
             pattern, reason = _verified(each, recompute, drawn)
             if pattern is not None:
                 chosen.append((each.module, pattern))
@@ -148,7 +148,7 @@ def fuse(
             entries.append(FusionEntry(each.name, kind_of(each.module), computes, reason))
             done(1)
     in_mlps = {linear for module, _ in chosen for linear in module.children()}
-    share_for_norms(model, (x for each in found for x in each.readers if x not in in_mlps))
+    share_for_norms(model, (x for each in matches for x in each.readers if x not in in_mlps))
     if chosen:
         dynamo.announce()
     for module, pattern in chosen:
@@ -176,11 +176,11 @@ def unfuse(model: nn.Module) -> list[str]:
         ['0']
     """
     check_module(model, "unfuse")
-    found = list(fused_modules(model))
-    for _, module in found:
+    fused = list(fused_modules(model))
+    for _, module in fused:
         remove_pattern(module)
     stop_sharing(model)
-    return [name for name, _ in found]
+    return [name for name, _ in fused]
 
 
 def _verified(found: Found, recompute: bool, drawn: Drawn) -> tuple[Pattern | None, str]:

@@ -39,7 +39,7 @@ READERS = {
 }
 """Norms, and the modules that read them: transformers', torchtitan's, the examples'."""
 
-BESIDE = {
+SIBLINGS = {
     "q_a_layernorm": ("q_b_proj",),
     "kv_a_layernorm": ("kv_b_proj",),
     "attention_norm": ("q", "k", "v"),

@@ -124,10 +124,10 @@ class Gated(Pattern):
         """Return why a module cannot match the pattern; empty if it may."""
         if "forward" in module.__dict__:
             return "its forward was replaced on the instance"
-        held = {name: fp8_part(cls._weight(module, name)) for name in linears}
-        if reason := cls._why_no_recipe(held):
+        weights = {name: fp8_part(cls._weight(module, name)) for name in linears}
+        if reason := cls._why_no_recipe(weights):
             return reason
-        if held[linears[0]].recipe.wgrad_input_format is None:
+        if weights[linears[0]].recipe.wgrad_input_format is None:
             return "weight gradients read high precision (wgrad_input='high_precision')"
         others = held_by(module, {*linears, act})
         activation: Any = module._modules.get(act or "")

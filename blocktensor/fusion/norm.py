@@ -17,7 +17,7 @@ from ..autograd.plan import autocast_dtype
 from ..ops.norm.reference import NormKind
 from ..ops.runtime.specialize import PLAIN
 from ..sharding.dtensor import fp8_part
-from .layer_names import AFTER, ATTENTION, BESIDE, GATED_MLPS, READERS
+from .layer_names import AFTER, ATTENTION, GATED_MLPS, READERS, SIBLINGS
 from .pattern import Drawn, Found, Pattern, Sample, held_by, why_different
 
 _LINEARS = (*ATTENTION, *(tuple(dict.fromkeys(names[:2])) for names in GATED_MLPS))
@@ -109,9 +109,9 @@ def _computes(linears: Sequence[str]) -> str:
 
 def linears_of(norm: str, owner: nn.Module) -> Sequence[str]:
     """Return the linear layers that read the norm of this name in ``owner``, by their names."""
-    beside = BESIDE.get(norm, ())
-    if beside and all(x in owner._modules for x in beside):
-        return beside
+    siblings = SIBLINGS.get(norm, ())
+    if siblings and all(x in owner._modules for x in siblings):
+        return siblings
     if norm == "post_attention_layernorm" and (
         "input_layernorm" not in owner._modules or "pre_feedforward_layernorm" in owner._modules
     ):

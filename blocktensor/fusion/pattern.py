@@ -250,14 +250,14 @@ class _Operands:
             y = run(leaf)
             if not isinstance(y, Tensor):
                 return {"the type of its output": type(y).__name__}
-            made = {"its output": y.detach(), "what it writes to its input": leaf.detach()}
+            outputs = {"its output": y.detach(), "what it writes to its input": leaf.detach()}
             if not with_grad:
-                return made
+                return outputs
             grad = self._drawn.of("the gradient of the output", tuple(y.shape), y)
             inputs = {"its input": leaf, **self.parameters}
             grads = torch.autograd.grad(y, list(inputs.values()), grad, allow_unused=True)
         named = {f"the gradient of {name}": g for name, g in zip(inputs, grads, strict=True)}
-        return {**made, **named}
+        return {**outputs, **named}
 
     def written(self) -> list[str]:
         """Return the names of the parameters whose values have changed."""

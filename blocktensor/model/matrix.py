@@ -45,6 +45,18 @@ class Sizes(NamedTuple):
     k: int
 
 
+class Share(NamedTuple):
+    """The share of this rank in a parameter that is a DTensor.
+
+    Attributes:
+        local: its local part.
+        owner: FSDP's object for the parameter; None if FSDP2 does not shard it.
+    """
+
+    local: Tensor
+    owner: Any
+
+
 @dataclass(eq=False)
 class Matrix:
     """A matrix or stack: the parameter ``key`` of a module, and what a conversion decides about it.
@@ -136,10 +148,16 @@ class Matrix:
         return self.is_frozen if fp8 is None else isinstance(fp8, BlockwiseFP8Tensor)
 
     @property
+    def share(self) -> Share | None:
+        """The share of this rank; None if the parameter is no DTensor."""
+        local = local_of(self.parameter)
+        return None if local is None else Share(local, owner_of(local))
+
+    @property
     def is_gathered(self) -> bool:
         """True if FSDP2 shards the parameter, and gathers it for its matmuls."""
-        local = local_of(self.parameter)
-        return local is not None and owner_of(local) is not None
+        share = self.share
+        return share is not None and share.owner is not None
 
     @property
     def shared_stack(self) -> Tensor | None:
@@ -147,10 +165,10 @@ class Matrix:
 
         FSDP2's shards do not count: they are gathered before a matmul reads them.
         """
-        local = local_of(self.parameter)
-        if local is None or not self.is_stack or isinstance(local, GatheredInFP8):
+        share = self.share
+        if share is None or not self.is_stack or isinstance(share.local, GatheredInFP8):
             return None
-        return None if self.is_gathered else local
+        return share.local if share.owner is None else None
 
     @property
     def sizes(self) -> Sizes:
@@ -163,13 +181,13 @@ class Matrix:
 
         What FSDP2 shards is gathered before: a weight, or this rank's part of one.
         """
-        local = local_of(self.parameter)
-        if local is None:
+        share = self.share
+        if share is None:
             return self.sizes
-        if (gathered := gathered_shape(local)) is not None:
+        if (gathered := gathered_shape(share.local)) is not None:
             return self._sizes_of(gathered)
         is_shared = self.is_parallel or self.shared_stack is not None
-        return self._sizes_of(local.shape) if is_shared else self.sizes
+        return self._sizes_of(share.local.shape) if is_shared else self.sizes
 
     def _sizes_of(self, shape: Sequence[int]) -> Sizes:
         *experts, rows, columns = shape
@@ -180,14 +198,15 @@ class Matrix:
 
     def fp8_form(self, recipe: Recipe) -> Tensor:
         """Return the FP8 weight that will replace the parameter."""
-        weight = self.parameter
-        local = local_of(weight)
-        if local is None:
+        weight, share = self.parameter, self.share
+        if share is None:
             return self._form_of(weight, recipe)
-        if self.is_gathered:
-            return with_local(weight, FP8Shard(local.detach(), recipe))
-        local = local.detach().requires_grad_(weight.requires_grad)
-        return with_local(weight, self._form_of(local, recipe))
+        local = share.local.detach()
+        if share.owner is None:
+            form = self._form_of(local.requires_grad_(weight.requires_grad), recipe)
+        else:
+            form = FP8Shard(local, recipe)
+        return with_local(weight, form)
 
     def _form_of(self, weight: Tensor, recipe: Recipe) -> Tensor:
         if isinstance(weight, BlockwiseFP8Weight):
@@ -247,15 +266,15 @@ def matrices_of(model: nn.Module, named: Named) -> list[Matrix]:
 
     ``named``: stacks of experts that the caller of ``convert`` has named.
     """
-    found = []
+    matrices = []
     for name, module in model.named_modules():
         for key, parameter in module._parameters.items():
             if parameter is None:
                 continue
             if key != "bias" if is_lazy(parameter) else parameter.ndim > 1:
                 why = _why_left_alone(module, key, parameter, named)
-                found.append(Matrix(name, key, module, why))
-    return found
+                matrices.append(Matrix(name, key, module, why))
+    return matrices
 
 
 def _why_left_alone(module: nn.Module, key: str, parameter: Tensor, named: Named) -> str | None:

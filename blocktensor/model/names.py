@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import fnmatch
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
 from .. import text_table
-from .matrix import Matrix, matrices_of
-from .weights import Named, weights_of, why_not_a_stack, why_unconvertible
+from .matrix import Matrix
+from .weights import Named, why_not_a_stack
 
 Weight = tuple[nn.Module, str]
 """A parameter: its module, and its name there."""
@@ -67,12 +68,12 @@ def matching(name: str, patterns: Iterable[str]) -> bool:
 
 
 def weights_to_skip(
-    model: nn.Module, patterns: Sequence[str], named: Named | None = None
+    model: nn.Module, patterns: Sequence[str], matrices: Iterable[Matrix]
 ) -> dict[Weight, str]:
     """Return the weights that shell-style ``patterns`` name, each with its first pattern.
 
     A pattern names a stack of experts, or a module with all modules below it, by any of its names.
-    ``named``: stacks that the caller of ``convert`` has named.
+    ``matrices``: all matrices of the model.
 
     Raises:
         TypeError: patterns that are not a sequence of str.
@@ -80,25 +81,28 @@ def weights_to_skip(
     """
     patterns = check_patterns(patterns, "skip", "*.router")
     modules = dict(model.named_modules(remove_duplicate=False)) if patterns else {}
+    known: dict[nn.Module, list[str]] = defaultdict(list)
+    unknown: dict[str, Weight] = {}  # stacks of which convert would warn
+    for matrix in matrices:
+        if matrix.unconvertible is None:
+            known[matrix.module].append(matrix.key)
+        elif matrix.is_unknown_stack:
+            unknown[matrix.label] = matrix.module, matrix.key
     weights = {
         Matrix(name, key, module).label: (module, key)
         for name, module in modules.items()
-        for key in weights_of(module, named)
-        if why_unconvertible(module, key) is None
+        for key in known[module]
     }
-    # convert would warn of this stack
-    matrices = matrices_of(model, named or {}) if patterns else []
-    unknown = {x.label: (x.module, x.key) for x in matrices if x.is_unknown_stack}
     skipped: dict[Weight, str] = {}
     for pattern in patterns:
-        found = [w for name, w in {**unknown, **weights}.items() if matching(name, [pattern])]
-        if not found:
+        matches = [w for name, w in {**unknown, **weights}.items() if matching(name, [pattern])]
+        if not matches:
             raise ValueError(
                 f"skip pattern {pattern!r} matches no weight of this {type(model).__name__} that "
                 f"could be converted: expected a pattern of the names of linear layers or modules "
                 f"above them; names of such weights end in {_ends(weights)}"
             )
-        for weight in found:
+        for weight in matches:
             skipped.setdefault(weight, pattern)
     return skipped
 
@@ -118,7 +122,7 @@ def named_experts(model: nn.Module, stacks: Experts) -> Named:
             f"with the names of their stacks, e.g. {{'*.experts': ['w1', 'w2']}}"
         )
     modules = dict(model.named_modules(remove_duplicate=False))
-    found: dict[nn.Module, tuple[str, ...]] = {}
+    named: dict[nn.Module, tuple[str, ...]] = {}
     for pattern, names in given.items():
         is_list = isinstance(names, Sequence) and not isinstance(names, str)
         if not all(isinstance(x, str) for x in (pattern, *(names if is_list else [None]))):
@@ -139,8 +143,8 @@ def named_experts(model: nn.Module, stacks: Experts) -> Named:
             module = modules[module_name]
             for name in names:
                 _check_stack(module_name, module, name)
-            found[module] = tuple(dict.fromkeys((*found.get(module, ()), *names)))
-    return found
+            named[module] = tuple(dict.fromkeys((*named.get(module, ()), *names)))
+    return named
 
 
 def _check_stack(module_name: str, module: nn.Module, name: str) -> None:

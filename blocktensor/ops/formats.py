@@ -234,9 +234,9 @@ def with_block_shape(block_shape: Sequence[int], scale_rounding: ScaleRounding) 
         ValueError: there is none.
     """
     wanted = tuple(block_shape), scale_rounding, torch.float8_e4m3fn
-    for found in _FORMATS.values():
-        if (found.block_shape, found.scale_rounding, found.dtype) == wanted:
-            return found
+    for format in _FORMATS.values():
+        if (format.block_shape, format.scale_rounding, format.dtype) == wanted:
+            return format
     raise ValueError(
         f"block_shape {tuple(block_shape)}: expected {BLOCKS_1X128.block_shape} (activations, "
         f"gradients) or {BLOCKS_128X128.block_shape} (weights)"

@@ -247,18 +247,20 @@ class _Schema:
         It is compiled from source text for speed: compiled graphs call it for every op. The
         dispatcher omits trailing arguments that are defaults.
         """
-        given, made = [], []
+        given, passed = [], []
         for name, kind in self._kinds.items():
             default = "" if self._defaults[name] is inspect.Parameter.empty else f"={name}"
             if _is_cast(kind):
                 given += [f"{name}, {name}_scale, {name}_format"]
                 form = f"Quantized({name}, {name}_scale, named({name}_format))"
-                made.append(form if kind is Quantized else f"{name} if {name} is None else {form}")
+                passed.append(
+                    form if kind is Quantized else f"{name} if {name} is None else {form}"
+                )
             else:
                 given.append(f"{name}{default}")
                 is_format = BlockFormat in (kind, *get_args(kind))
-                made.append(f"None if {name} is None else named({name})" if is_format else name)
-        text = f"lambda {', '.join(given)}: ({', '.join(made)},)"
+                passed.append(f"None if {name} is None else named({name})" if is_format else name)
+        text = f"lambda {', '.join(given)}: ({', '.join(passed)},)"
         return eval(text, {"Quantized": Quantized, "named": named, **self._defaults})
 
     @functools.cached_property

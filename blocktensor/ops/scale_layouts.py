@@ -71,6 +71,21 @@ def scale_of_lines(lines: Tensor) -> Tensor:
     return torch.nn.functional.pad(lines, (0, padded - rows)).t()[:rows]
 
 
+def lines_of(scale: Tensor) -> Tensor:
+    """Return all memory of the scales of :func:`empty_scale` ``[R, blocks]`` of blocks of one row.
+
+    It is ``[blocks, padded R]``, as large for all R of a step; :func:`scale_in_lines` reverses it.
+    """
+    padded = scale.stride(1)
+    return scale.as_strided((scale.shape[1], padded), (padded, 1))
+
+
+def scale_in_lines(lines: Tensor, rows: int) -> Tensor:
+    """Return the scales ``[rows, blocks]`` in the memory of :func:`lines_of`."""
+    blocks, padded = lines.shape
+    return lines.as_strided((rows, blocks), (1, padded))
+
+
 def empty_quantized(shape: Sequence[int], format: BlockFormat, device: torch.device) -> Quantized:
     """Return uninitialised data of ``shape`` ``[..., R, C]`` and its scales."""
     data = torch.empty(tuple(shape), dtype=format.dtype, device=device)

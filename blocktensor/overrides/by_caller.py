@@ -41,17 +41,17 @@ def _detach(tensor: Tensor) -> Tensor:
     if who.function == "_save_to_state_dict" and isinstance(tensor, BlockwiseFP8Weight):
         return tensor.master.detach()  # a state_dict holds plain tensors
     _check_distribute_tensor(tensor, who)
-    made: Tensor = _as_usual(Tensor.detach, tensor)
+    detached: Tensor = _as_usual(Tensor.detach, tensor)
     if who.module == "torch.nn.parameter" and who.back is not None and who.back.place == APPLY:
         # nn.Module._apply (.to(), .half(), .cuda(), ...) makes a new Parameter and swaps it in
         old = who.back.local("param")
         # It sets .data of plain parameters, and swaps FP8 ones. These take the new content here and
         # are swapped with themselves; not if there are weak references, for which swap_tensors
         # raises.
-        if not weakref.getweakrefs(old) and take_content(old, made):
+        if not weakref.getweakrefs(old) and take_content(old, detached):
             return cast(Tensor, old)
-        carry_over(old, made)
-    return made
+        carry_over(old, detached)
+    return detached
 
 
 def _chunk(input: Tensor, *args: Any, **kwargs: Any) -> Any:

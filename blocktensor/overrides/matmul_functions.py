@@ -260,7 +260,7 @@ def _no_fp8_path(name: str) -> Callable[..., Any]:
     return refuse
 
 
-_PRODUCTS_WITHOUT_FP8 = {
+_MATMULS_WITHOUT_FP8 = {
     torch: "einsum tensordot inner addbmm addmv dot vdot chain_matmul bilinear matrix_power "
     "svd_lowrank pca_lowrank cdist cov corrcoef conv1d conv2d conv3d conv_transpose1d "
     "conv_transpose2d conv_transpose3d",
@@ -279,13 +279,13 @@ _OVERRIDES: dict[Any, Callable[..., Any]] = {
     **{in_place: _added_in_place(func) for in_place, func in _IN_PLACE.items()},
     **{
         getattr(namespace, name): _no_fp8_path(name)
-        for namespace, names in _PRODUCTS_WITHOUT_FP8.items()
+        for namespace, names in _MATMULS_WITHOUT_FP8.items()
         for name in names.split()
         if hasattr(namespace, name)  # torch versions differ
     },
 }
 
-PRODUCTS: dict[Any, Callable[..., Any]] = {
+MATMULS: dict[Any, Callable[..., Any]] = {
     F.linear: linear_override,
     **{func: in_all_forms(func, override) for func, override in _OVERRIDES.items()},
     torch._grouped_mm: grouped_mm,

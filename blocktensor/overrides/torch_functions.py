@@ -27,7 +27,7 @@ from ..tensor.compat.swap_in import swap_in
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
 from .by_caller import BY_CALLER
-from .matmul_functions import PRODUCTS
+from .matmul_functions import MATMULS
 
 
 def _linear_cross_entropy(
@@ -126,7 +126,7 @@ def _on_edges(run: Callable[..., Any], outputs: Any, inputs: Any = None, **how: 
 
 
 OVERRIDES: dict[Any, Callable[..., Any]] = {
-    **PRODUCTS,
+    **MATMULS,
     Tensor.data.__get__: _get_data,  # type: ignore[attr-defined]
     Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
     Tensor.share_memory_: _share_memory,

@@ -26,15 +26,15 @@ from ..sharding.dtensor import fp8_part
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
 from ..tensor.weight_cache import FP8Cache
-from .audit_products import Product, columnwise_data, factors, hides_products, product_of
+from .audit_matmuls import Matmul, columnwise_data, factors, hides_matmuls, matmul_of
 from .audit_remedies import remedies
 from .audit_report import (
     BY_RECIPE,
     FP8,
     OUTER_PRODUCT,
-    AuditedProduct,
+    AuditedMatmul,
     AuditReport,
-    HiddenProducts,
+    HiddenMatmuls,
 )
 from .audit_weights import BUFFER, FP8_WEIGHT, Part, WeightMemory
 
@@ -101,12 +101,12 @@ def audit_step(model: nn.Module, step: Callable[[], object]) -> AuditReport:
     """
     check_module(model, "audit_step")
     tracker, weights = ModuleTracker(model), WeightMemory(model)
-    with left_as_it_is(model), tracker, _Products(tracker, weights) as products:
+    with left_as_it_is(model), tracker, _Matmuls(tracker, weights) as matmuls:
         step()
     return AuditReport(
-        tuple(products.entries_with(remedies(model))),
-        tuple(products.notes()),
-        tuple(products.hidden),
+        tuple(matmuls.entries_with(remedies(model))),
+        tuple(matmuls.notes()),
+        tuple(matmuls.hidden),
     )
 
 
@@ -114,20 +114,20 @@ _GATHERS: Any = torch.ops._c10d_functional.all_gather_into_tensor_coalesced.defa
 """The ops by which tensor parallel linear layers gather; DTensor and FSDP2 use other ops."""
 
 
-class _Products(TorchDispatchMode):
+class _Matmuls(TorchDispatchMode):
     """A dispatch mode that makes an entry for every matmul."""
 
     supports_higher_order_operators = True  # flex attention is one
 
     def __init__(self, tracker: ModuleTracker, weights: WeightMemory) -> None:
         super().__init__()
-        self.entries: list[AuditedProduct] = []
+        self.entries: list[AuditedMatmul] = []
         self._tracker, self._weights = tracker, weights
-        self._recorded_by: dict[int, AuditedProduct] = {}  # by the number of an autograd node
+        self._recorded_by: dict[int, AuditedMatmul] = {}  # by the number of an autograd node
         # the columnwise data of activations and gradients, with the number of tokens: casts add
         # columns; 0 where casts of several ranks were put together
         self._columnwise = WeakTensorKeyDictionary()
-        self.hidden: dict[HiddenProducts, None] = {}
+        self.hidden: dict[HiddenMatmuls, None] = {}
         self._sent: dict[str, None] = {}  # modules whose tokens travel in high precision
 
     def __torch_dispatch__(
@@ -146,24 +146,24 @@ class _Products(TorchDispatchMode):
                 return out
         place = self._tracker.place()
         out = func(*args, **kwargs)
-        product = product_of(func, args, kwargs, out)
+        matmul = matmul_of(func, args, kwargs, out)
         for cast in columnwise_data(func, args, out):
             self._columnwise[cast] = len(args[0])
-        casts = [] if product else [x for x in _tensors(args) if x in self._columnwise]
+        casts = [] if matmul else [x for x in _tensors(args) if x in self._columnwise]
         if casts:
             for x in _tensors(out):  # a view of the bytes, or gathered bytes
                 if x.element_size() == 1:
                     is_same = x.numel() == casts[0].numel()
                     self._columnwise[x] = self._columnwise[casts[0]] if is_same else 0
-        if product is not None:
-            self._add(product, place, (factors(func, args), kwargs))
+        if matmul is not None:
+            self._add(matmul, place, (factors(func, args), kwargs))
         elif func is _GATHERS and any(x.dtype in HIGH_PRECISION for x in args[0]):
             self._sent[place.module] = None  # tokens in high precision, not bytes
-        elif hides_products(func):
+        elif hides_matmuls(func):
             self._module_at(place)
             read = self._weights.read((args, kwargs))
             weight = "" if read is None or read.kind == BUFFER else read.name
-            self.hidden[HiddenProducts(str(func), place.module, weight)] = None
+            self.hidden[HiddenMatmuls(str(func), place.module, weight)] = None
         else:
             self._weights.follow(func, (args, kwargs), out)
         return out
@@ -175,8 +175,8 @@ class _Products(TorchDispatchMode):
             self._weights.enter(module, "" if place.module == MODEL else place.module)
         return module
 
-    def _add(self, product: Product, place: Place, operands: Any) -> None:
-        is_fp8, is_attention = product.precision == FP8, product.is_attention
+    def _add(self, matmul: Matmul, place: Place, operands: Any) -> None:
+        is_fp8, is_attention = matmul.precision == FP8, matmul.is_attention
         read, reason = None, ""
         if not (is_fp8 or is_attention):
             module = self._module_at(place)
@@ -185,14 +185,14 @@ class _Products(TorchDispatchMode):
         weight = "" if read is None else read.name
         kind, note = "fprop" if is_fp8 else "forward", ""
         if not place.in_backward:
-            is_attention |= product.is_batched and read is None and not is_fp8
-            is_outer = product.k == 1 and (read is None or read.kind == BUFFER)
+            is_attention |= matmul.is_batched and read is None and not is_fp8
+            is_outer = matmul.k == 1 and (read is None or read.kind == BUFFER)
             note = OUTER_PRODUCT if is_outer and not is_fp8 and not is_attention else ""
         elif is_fp8:
             tokens = self._columnwise.get(operands[0][0])
-            kind = "wgrad" if product.is_wgrad or tokens is not None else "dgrad"
-            if tokens and not product.is_wgrad:
-                product = product.of_tokens(tokens)
+            kind = "wgrad" if matmul.is_wgrad or tokens is not None else "dgrad"
+            if tokens and not matmul.is_wgrad:
+                matmul = matmul.of_tokens(tokens)
         else:
             kind, forward = "backward", self._recorded_by.get(place.node)
             if forward is not None and forward.precision != FP8:
@@ -203,12 +203,12 @@ class _Products(TorchDispatchMode):
                 kind, note = "wgrad", BY_RECIPE  # nothing else in an FP8 linear layer's backward is
             elif forward is not None and not reason:
                 reason = "is a gradient of a matmul in FP8"
-        entry = AuditedProduct(
+        entry = AuditedMatmul(
             place.module,
             kind,
-            *product[:4],
-            product.precision,
-            product.flops,
+            *matmul[:4],
+            matmul.precision,
+            matmul.flops,
             attention=is_attention,
             recomputed=place.recomputed,
             reason=reason,
@@ -219,7 +219,7 @@ class _Products(TorchDispatchMode):
             self._recorded_by.setdefault(place.node, entry)
         self.entries.append(entry)
 
-    def entries_with(self, remedies: Mapping[str, str]) -> Iterator[AuditedProduct]:
+    def entries_with(self, remedies: Mapping[str, str]) -> Iterator[AuditedMatmul]:
         """Return the entries; those in high precision with the reason for their weight."""
         for entry in self.entries:
             why = "" if entry.reason or entry.note else remedies.get(entry.weight, "")
@@ -230,8 +230,8 @@ class _Products(TorchDispatchMode):
         notes = [f"may run matmuls that are not shown: {op}" for op in self.hidden]
         if self._sent:
             notes.append(
-                f"tokens travel in high precision for weight gradients, those of a rank being no "
-                f"whole blocks, or by recipe: {', '.join(self._sent)}"
+                f"tokens travel in high precision for weight gradients, because a rank has no "
+                f"whole blocks of them, or by recipe: {', '.join(self._sent)}"
             )
         return notes
 

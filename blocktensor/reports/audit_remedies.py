@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from ..conversion.fast_path import fast_paths
 from ..conversion.plan import NO_FAST_PATH, Choices, decide, heads_of
 from ..model.matrix import Matrix, matrices_of
 from ..model.names import stacks_like
@@ -16,13 +17,14 @@ def remedies(model: nn.Module) -> dict[str, str]:
     A parameter that several modules hold gets the first reason, preferably of a linear layer.
     """
     matrices = matrices_of(model, {})
-    decide(matrices, Choices(None, None, {}, True, heads_of(model), False))
-    found: dict[int, str] = {}
+    paths = fast_paths(matrix.parameter.device for matrix in matrices)
+    decide(matrices, Choices(None, None, {}, True, heads_of(model), False, paths))
+    reasons: dict[int, str] = {}
     for matrix in sorted(matrices, key=lambda matrix: matrix.unconvertible is not None):
         if not matrix.in_fp8 or matrix.is_chosen:
-            found.setdefault(id(matrix.parameter), _remedy(matrix, matrices, model))
+            reasons.setdefault(id(matrix.parameter), _remedy(matrix, matrices, model))
     named = model.named_parameters(remove_duplicate=False)
-    return {without_wrappers(name): found[id(x)] for name, x in named if id(x) in found}
+    return {without_wrappers(name): reasons[id(x)] for name, x in named if id(x) in reasons}
 
 
 def _remedy(matrix: Matrix, matrices: list[Matrix], model: nn.Module) -> str:

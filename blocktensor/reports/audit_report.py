@@ -25,7 +25,7 @@ _NAMED = 4  # the most groups that the totals list for one precision
 
 
 @dataclass(frozen=True)
-class AuditedProduct:
+class AuditedMatmul:
     """One matmul, ``[M, N]`` output with contraction K, or ``batch`` of them.
 
     Attributes:
@@ -61,7 +61,7 @@ class AuditedProduct:
     remedy: str = ""
 
 
-class HiddenProducts(NamedTuple):
+class HiddenMatmuls(NamedTuple):
     """An op that may run matmuls which an audit cannot see.
 
     Attributes:
@@ -88,9 +88,9 @@ class AuditReport(Report):
         hidden: the ops that may run unseen matmuls.
     """
 
-    entries: tuple[AuditedProduct, ...]
+    entries: tuple[AuditedMatmul, ...]
     notes: tuple[str, ...] = ()
-    hidden: tuple[HiddenProducts, ...] = ()
+    hidden: tuple[HiddenMatmuls, ...] = ()
 
     @property
     def flops(self) -> int:
@@ -103,7 +103,7 @@ class AuditReport(Report):
         return self.by_precision().get(FP8, 0.0)
 
     @property
-    def marked(self) -> tuple[AuditedProduct, ...]:
+    def marked(self) -> tuple[AuditedMatmul, ...]:
         """The matmuls that should have been FP8 and were not, each with its reason."""
         return tuple(e for e in self.entries if e.reason)
 
@@ -165,7 +165,7 @@ class AuditReport(Report):
             parts += "", self._in_high_precision(explained)
         return [*parts, *self.notes]
 
-    def _in_high_precision(self, entries: Iterable[AuditedProduct]) -> Table:
+    def _in_high_precision(self, entries: Iterable[AuditedMatmul]) -> Table:
         """Return the modules of entries that are not in FP8, with the reasons."""
         groups = self._shares(((e.module, _why(e)), e.flops) for e in entries)
         rows = collapse(((*group, share) for group, share in groups.items()), add=2, across=True)
@@ -179,7 +179,7 @@ class AuditReport(Report):
             (*cells, f"{flops / max(self.flops, 1):.1%}", reason)
             for *cells, flops, reason in collapse(map(_cells, entries), add=4)
         ]
-        header = ("module", "product", "M x N x K", "precision", "FLOPs", "should be FP8")
+        header = ("module", "matmul", "M x N x K", "precision", "FLOPs", "should be FP8")
         columns = len(header) if self.marked else len(header) - 1
         return Table(header[:columns], [row[:columns] for row in rows])
 
@@ -196,7 +196,7 @@ class AuditReport(Report):
         return "; ".join(parts)
 
 
-def _missed(fp8_share: float, counted: Iterable[AuditedProduct]) -> str:
+def _missed(fp8_share: float, counted: Iterable[AuditedMatmul]) -> str:
     """Return by how much matmuls in FP8 miss a share of FLOPs; empty if they do not.
 
     Raises:
@@ -215,7 +215,7 @@ def _missed(fp8_share: float, counted: Iterable[AuditedProduct]) -> str:
     return f"FP8 has {share:.1%} of FLOPs, and fp8_share asks for {fp8_share:.1%}"
 
 
-def _why(e: AuditedProduct) -> str:
+def _why(e: AuditedMatmul) -> str:
     """Return why a matmul ran in high precision; empty if it is meant to."""
     if e.precision == FP8 or e.attention or e.note:
         return ""
@@ -223,7 +223,7 @@ def _why(e: AuditedProduct) -> str:
     return e.reason or e.remedy or no_weight
 
 
-def _cells(e: AuditedProduct) -> tuple[Any, ...]:
+def _cells(e: AuditedMatmul) -> tuple[Any, ...]:
     kind = f"attention {e.kind}" if e.attention else f"{e.kind} {e.note}".rstrip()
     shape = f"{e.m} x {e.n} x {e.k}"
     return (
@@ -236,7 +236,7 @@ def _cells(e: AuditedProduct) -> tuple[Any, ...]:
     )
 
 
-def _group(e: AuditedProduct, others: Iterable[AuditedProduct]) -> str:
+def _group(e: AuditedMatmul, others: Iterable[AuditedMatmul]) -> str:
     """Return the name of ``e`` in totals: its module, or the pattern of all modules of its kind."""
     if e.attention:
         return "attention scores"

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..conversion.fast_path import described
+from ..conversion.fast_path import FastPath
 from ..model.matrix import all_fp8_weights
 from ..model.weights import experts_per_token
 from ..ops.devices import CARDS, HOPPER, Card, capability, card
@@ -23,14 +23,14 @@ from ..text_table import Report, Table, collapse
 from .predict import LayerTime, bf16_matmul_us, casts_us, speedups
 
 WHOLE_STEPS = "whole steps, with attention, the loss and the optimizer: blocktensor.plan"
-"""The line under predicted times, which are those of linear layers."""
+"""The line under predicted times, which only linear layers have."""
 
 _META = torch.device("meta")
 Shape = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
-class Product:
+class Matmul:
     """One GEMM of one layer, with output ``[M, N]`` and contraction K.
 
     Attributes:
@@ -62,27 +62,27 @@ class Explanation(Report):
     """The matmuls of a model; ``print(explanation)`` shows them as a table.
 
     Attributes:
-        products: every GEMM of every layer.
+        matmuls: every GEMM of every layer.
         fast_path: whether the fast kernels run on the GPU, and why not; None without a GPU.
         layers: predicted times of linear layers whose matmuls have predictions. Casts count for
             each layer, as without ``fuse`` and ``share_inputs``.
     """
 
-    products: tuple[Product, ...]
+    matmuls: tuple[Matmul, ...]
     fast_path: str | None = None
     layers: tuple[LayerTime, ...] = ()
 
     @property
     def backends(self) -> tuple[str, ...]:
         """The sorted names of the backends in use."""
-        return tuple(sorted({p.backend for p in self.products}))
+        return tuple(sorted({p.backend for p in self.matmuls}))
 
     def _parts(self) -> list[Table | str]:
-        if not self.products:
+        if not self.matmuls:
             return ["no FP8 layers: convert the model first with blocktensor.convert(model)"]
-        cells = ((p.layer, p.kind, p.sizes, p.backend, p.reason) for p in self.products)
+        cells = ((p.layer, p.kind, p.sizes, p.backend, p.reason) for p in self.matmuls)
         rows = collapse(cells, across=True)
-        header = ("layer", "product", "M x N x K", "backend", "why")
+        header = ("layer", "matmul", "M x N x K", "backend", "why")
         parts: list[Table | str] = [Table(header, rows)]
         if self.layers:
             parts += "", self._times(), WHOLE_STEPS
@@ -131,7 +131,7 @@ def explain(
 
     Examples:
         >>> report = blocktensor.explain([(8192, 4096, 4096)], device="H200")
-        >>> [f"{each.kind}: {each.backend}" for each in report.products]
+        >>> [f"{each.kind}: {each.backend}" for each in report.matmuls]
         ['fprop: gluon', 'dgrad: gluon', 'wgrad: gluon']
     """
     given: Any = model_or_shapes
@@ -144,7 +144,7 @@ def explain(
     if tokens < 0:
         raise ValueError(f"tokens={tokens}: expected the rows of an input, 0 or more")
     check_recipe(recipe)
-    products: list[Product] = []
+    matmuls: list[Matmul] = []
     times: list[LayerTime] = []
     asked, of_shapes = _device(device), recipe or DEFAULT_RECIPE
     if isinstance(model_or_shapes, nn.Module):
@@ -160,12 +160,12 @@ def explain(
             rows = tokens * experts_per_token(module) if is_stack else tokens
             shape, dtypes, bias = (rows, n, k), (dtype, weight.dtype), dtype if has_bias else None
             is_kn = is_stack and matrix.is_transposed
-            found = _products(
+            of_layer = _matmuls(
                 matrix.label, shape, kinds, casts, dtypes, where, bias, experts, is_kn
             )
-            products += found
-            times += _times_of(found, shape, casts, dtypes, where)
-        return Explanation(tuple(products), _fast_path(devices), tuple(times))
+            matmuls += of_layer
+            times += _times_of(of_layer, shape, casts, dtypes, where)
+        return Explanation(tuple(matmuls), _fast_path(devices), tuple(times))
     shapes: Sequence[Any] = model_or_shapes
     for shape in shapes:
         is_shape = isinstance(shape, Sequence) and len(shape) == 3
@@ -174,10 +174,10 @@ def explain(
                 f"shape {shape!r}: expected (M tokens, N out, K in), integers from 0 on"
             )
         label, kinds = "x".join(str(s) for s in shape), ("fprop", "dgrad", "wgrad")
-        found = _products(label, shape, kinds, of_shapes, (dtype, dtype), asked)
-        products += found
-        times += _times_of(found, shape, of_shapes, (dtype, dtype), asked)
-    return Explanation(tuple(products), _fast_path({asked}), tuple(times))
+        of_layer = _matmuls(label, shape, kinds, of_shapes, (dtype, dtype), asked)
+        matmuls += of_layer
+        times += _times_of(of_layer, shape, of_shapes, (dtype, dtype), asked)
+    return Explanation(tuple(matmuls), _fast_path({asked}), tuple(times))
 
 
 def _is_integer(x: object) -> bool:
@@ -200,28 +200,28 @@ def _fast_path(devices: set[torch.device | Card]) -> str | None:
         if isinstance(device, Card):
             return f"fast path: as on an {device.name} that has it"
         if device.type == "cuda":
-            return described(device)
+            return str(FastPath.of(device))
     return None
 
 
 def _times_of(
-    products: Sequence[Product],
+    matmuls: Sequence[Matmul],
     shape: Shape,
     recipe: Recipe,
     dtypes: tuple[torch.dtype, torch.dtype],
     where: torch.device | Card,
 ) -> list[LayerTime]:
     """Return the predicted times of one layer; none if a matmul has no prediction."""
-    matmuls = [product.us for product in products if product.us is not None]
-    if len(matmuls) < len(products):
+    times = [matmul.us for matmul in matmuls if matmul.us is not None]
+    if len(times) < len(matmuls):
         return []
     gpu = where if isinstance(where, Card) else card(where)
-    casts = casts_us(shape, [product.kind for product in products], recipe, dtypes, gpu)
-    bf16 = sum(bf16_matmul_us(p.m, p.n, p.k, gpu) for p in products)
-    return [LayerTime(products[0].layer, bf16, casts + sum(matmuls))]
+    casts = casts_us(shape, [matmul.kind for matmul in matmuls], recipe, dtypes, gpu)
+    bf16 = sum(bf16_matmul_us(p.m, p.n, p.k, gpu) for p in matmuls)
+    return [LayerTime(matmuls[0].layer, bf16, casts + sum(times))]
 
 
-def _products(
+def _matmuls(
     layer: str,
     shape: Shape,
     kinds: Sequence[str],
@@ -231,7 +231,7 @@ def _products(
     bias: torch.dtype | None = None,
     experts: int | None = None,
     is_kn: bool = False,
-) -> list[Product]:
+) -> list[Matmul]:
     """Return the matmuls with a weight, or a stack.
 
     ``dtypes``: the dtypes of activations and of the weight. ``is_kn``: experts are ``[E, K, N]``.
@@ -240,7 +240,7 @@ def _products(
     rows, squares = recipe.activation_format, recipe.weight_format
     x_format = recipe.wgrad_input_format_kn if is_kn else recipe.wgrad_input_format
     of_x = "" if x_format is None or x_format.transposes else f"x in {x_format.name} blocks; "
-    products = []
+    matmuls = []
     for kind in kinds:
         sizes = {"fprop": (m, n, k), "dgrad": (m, k, n), "wgrad": (n, k, m)}[kind]
         if kind != "wgrad":
@@ -260,8 +260,8 @@ def _products(
             gpu = _predicted_for(where)
             us = None if gpu is None or experts else bf16_matmul_us(*sizes, gpu)
         groups = 1 if experts is None else experts
-        products.append(Product(layer, kind, *sizes, backend, reason, groups, us))
-    return products
+        matmuls.append(Matmul(layer, kind, *sizes, backend, reason, groups, us))
+    return matmuls
 
 
 def _chosen(

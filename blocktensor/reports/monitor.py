@@ -90,11 +90,11 @@ class Monitor(Report):
                         "another monitor measures a step: leave its `with` block first, or monitor "
                         "both models as one: monitor(nn.ModuleList([a, b]))"
                     )
-                found: Figures = {}
+                figures: Figures = {}
                 tracker = ModuleTracker(self._model)
                 stack.enter_context(tracker)
-                stack.enter_context(watching(_Casts(tracker, found)))
-                self._found = found
+                stack.enter_context(watching(_Casts(tracker, figures)))
+                self._found = figures
             self._stack = stack.pop_all()
         return self
 
@@ -159,14 +159,14 @@ class Monitor(Report):
         axes = figure.add_subplot(xlabel="step", ylabel="SQNR, dB")
         measured = self.health()
         for operand, color in (("x", "tab:blue"), ("w", "tab:gray"), ("g", "tab:orange")):
-            found = {
+            by_step = {
                 step: [x.sqnr for layer in layers.values() if (x := layer.get(operand))]
                 for step, layers in measured.items()
             }
-            steps = [step for step, values in found.items() if values]
+            steps = [step for step, values in by_step.items() if values]
             for style, of in (("-", median), (":", min)):
                 label = f"{operand}, {'median' if of is median else 'lowest'} of all layers"
-                axes.plot(steps, [of(found[s]) for s in steps], style, color=color, label=label)
+                axes.plot(steps, [of(by_step[s]) for s in steps], style, color=color, label=label)
         axes.legend()
         return figure
 
@@ -282,9 +282,9 @@ def _figures(x: Tensor, format: BlockFormat) -> Tensor:
     errors = dequantize(cast, torch.float32) - values
     measured = errors.isfinite()  # without blocks that hold values which are not finite
     values, errors = values.where(measured, 0), errors.where(measured, 0)
-    made = cast.data.float().where(measured, 0)
-    nonzero, kept = values.count_nonzero(), made.count_nonzero()
-    saturated = (made.abs() == torch.finfo(format.dtype).max).sum()
+    rounded = cast.data.float().where(measured, 0)
+    nonzero, kept = values.count_nonzero(), rounded.count_nonzero()
+    saturated = (rounded.abs() == torch.finfo(format.dtype).max).sum()
     nonfinite = sample.numel() - sample.isfinite().sum()
     amax = reference.shard_amax(values, format, 0, 0)
     sums = [part.double().square().sum() for part in (values, errors)]

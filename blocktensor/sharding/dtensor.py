@@ -125,12 +125,12 @@ def check_cuts(
             )
         dim = placement.dim % len(sizes)
         pieces = getattr(placement, "split_factor", 1)  # a rank gets one part of each
-        part = ceil_div(ceil_div(sizes[dim], pieces), ranks)
+        size = ceil_div(ceil_div(sizes[dim], pieces), ranks)
         block = 1 if dim == 0 else format.block_shape[dim - 1]
-        if part % block and part < sizes[dim]:
+        if size % block and size < sizes[dim]:
             raise NotImplementedError(
-                f"{what} {list(shape)} is cut along dimension {dim} into parts of {part}, inside "
+                f"{what} {list(shape)} is cut along dimension {dim} into parts of {size}, inside "
                 f"blocks of {block} that two ranks would share: cut between experts (Shard(0)) or "
                 f"over fewer ranks, or leave the stack unconverted (skip=[...])"
             )
-        sizes[dim] = part * pieces
+        sizes[dim] = size * pieces

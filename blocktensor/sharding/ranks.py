@@ -88,7 +88,7 @@ class Ranks:
 
     @classmethod
     def of(cls, tensors: Iterable[Tensor]) -> Ranks:
-        """Return the ranks of the largest mesh among those of the tensors."""
+        """Return the ranks of the largest mesh that a tensor is on."""
         meshes: list[Any] = [x.device_mesh for x in tensors if local_of(x) is not None]  # type: ignore[attr-defined]
         return cls(max(meshes, key=lambda mesh: mesh.size(), default=None))
 

@@ -162,9 +162,9 @@ class BlockwiseFP8Tensor(FP8Base):
         if requires_grad is not None:
             if not isinstance(rowwise, BlockwiseFP8Tensor):
                 refuse_rebuilding(cls)
-            made = rowwise.relabel()
-            made.requires_grad_(requires_grad)
-            return made
+            alias = rowwise.relabel()
+            alias.requires_grad_(requires_grad)
+            return alias
         assert not isinstance(rowwise, Tensor)
         present = rowwise or columnwise
         if present is None:
@@ -364,11 +364,11 @@ class BlockwiseFP8Tensor(FP8Base):
         if shape is None:
             shape, strides = self.shape, self.stride()
         dtype = dtype or self.dtype
-        made = self.like(operand, shape, strides, formats=formats, dtype=dtype, source=source)
+        relabelled = self.like(operand, shape, strides, formats=formats, dtype=dtype, source=source)
         for name in ("generation", "source_version", "prepared"):
             if (value := getattr(self, name)) is not None:
-                setattr(made, name, value)
-        return made
+                setattr(relabelled, name, value)
+        return relabelled
 
     def like(
         self, operand: Operand, shape: Sequence[int], strides: Sequence[int] | None, **others: Any
@@ -388,7 +388,7 @@ class BlockwiseFP8Tensor(FP8Base):
         inner: dict[str, Tensor], context: Any, size: Sequence[int], stride: Sequence[int]
     ) -> BlockwiseFP8Tensor:
         dtype, formats, recipe, prepared = context
-        made = BlockwiseFP8Tensor(
+        tensor = BlockwiseFP8Tensor(
             *operand_of(inner, *formats),
             shape=size,
             strides=stride,
@@ -398,8 +398,8 @@ class BlockwiseFP8Tensor(FP8Base):
             source=inner.get("source"),
         )
         if prepared is not None:
-            made.prepared = prepared.of(*map(inner.get, _PREPARED))
-        return made
+            tensor.prepared = prepared.of(*map(inner.get, _PREPARED))
+        return tensor
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # addresses and versions are valid only in the process that wrote them

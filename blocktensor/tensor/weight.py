@@ -110,9 +110,9 @@ class BlockwiseFP8Weight(MasterBase):
             # a weight moved to meta would later be rebuilt from plain values
             if not isinstance(master, BlockwiseFP8Weight) or master.is_meta:
                 refuse_rebuilding(cls)
-            made = cls(master.master, cache=master.cache, transposed=master.transposed)
-            made.requires_grad_(requires_grad)
-            return made
+            alias = cls(master.master, cache=master.cache, transposed=master.transposed)
+            alias.requires_grad_(requires_grad)
+            return alias
         if isinstance(master, FP8Base):
             raise TypeError(f"the master of a {cls.__name__} must be plain, got {master!r}")
         if cache is None:

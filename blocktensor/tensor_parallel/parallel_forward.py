@@ -19,7 +19,7 @@ from ..sharding.ranks import agree
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
 from .collectives import Reduction, TokenShards
-from .products import Colwise, Rowwise, parallel_linear
+from .parallel_matmuls import Colwise, Rowwise, parallel_linear
 from .weight_part import WeightPart, part_off_grid
 
 FP8Weight = BlockwiseFP8Weight | BlockwiseFP8Tensor

@@ -25,8 +25,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate
 
 from ..autograd.backward import FP8Function, Gradients, run_backward
+from ..autograd.matmuls import Saved
 from ..autograd.plan import autocast_dtype
-from ..autograd.products import Saved
 from ..autograd.quantize import cast_activation
 from ..ops.cast.ops import quantize_forms
 from ..ops.runtime.specialize import PLAIN
@@ -44,7 +44,7 @@ from .parallel_forward import (
     local_input,
     token_dim,
 )
-from .products import SharedGather, is_gathered_in_fp8
+from .parallel_matmuls import SharedGather, is_gathered_in_fp8
 from .styles import checked_dtype
 
 
@@ -179,14 +179,14 @@ def _weights_of(module: nn.Module) -> dict[str, Any]:
 
 def _common_recipe(weights: dict[str, Any]) -> Recipe | None:
     """Return the recipe of all weights; None if one is not converted, or there are none."""
-    found: dict[str, Any] = {name: fp8_local(weight) for name, weight in weights.items()}
-    if not found or None in found.values():
+    parts: dict[str, Any] = {name: fp8_local(weight) for name, weight in weights.items()}
+    if not parts or None in parts.values():
         return None
-    recipes = {local.recipe: name for name, local in found.items()}
+    recipes = {local.recipe: name for name, local in parts.items()}
     if len(recipes) > 1:
         lines = "; ".join(f"{name!r} has {recipe}" for recipe, name in recipes.items())
         raise ValueError(
-            f"one input of {len(found)} FP8 linear layers of unequal recipes cannot be cast once: "
+            f"one input of {len(parts)} FP8 linear layers of unequal recipes cannot be cast once: "
             f"{lines}. Convert them with one recipe, or leave out "
             f"blocktensor.distributed.PrepareModuleInput and pass "
             f"ColwiseParallel(input_layouts=Shard(...))"
@@ -301,19 +301,19 @@ class _Prepare(FP8Function):
         ctx.shape, ctx.dtype = x.shape, x.dtype
         ctx.set_materialize_grads(False)
         if tokens is None:
-            made = cast_activation(x, recipe)
-            saved: Saved = made.source, None
-            if made.source is None:
-                saved = made.columnwise_data, made.columnwise_scale
-            made.prepared = SharedInput(None, saved)
-            return made
+            prepared = cast_activation(x, recipe)
+            saved: Saved = prepared.source, None
+            if prepared.source is None:
+                saved = prepared.columnwise_data, prepared.columnwise_scale
+            prepared.prepared = SharedInput(None, saved)
+            return prepared
         format, other = recipe.activation_format, recipe.wgrad_input_format
         in_fp8 = is_gathered_in_fp8(other, tokens)
         row, col = quantize_forms(x, format, other if in_fp8 else None)
         assert row is not None
         pending = tokens.gather_rowwise(row)
         source = x.detach()
-        made = BlockwiseFP8Tensor(
+        prepared = BlockwiseFP8Tensor(
             pending.wait(),
             None,
             shape=tokens.whole_shape(x.shape),
@@ -325,8 +325,8 @@ class _Prepare(FP8Function):
         # functional tensors outlive the mode in which others can be made of them
         runs = runs_of(x, tokens) if is_compiling() or type(x) not in PLAIN else None
         own: Saved = (source, None) if col is None else col[:2]
-        made.prepared = SharedInput(tokens, own, runs=runs)
-        return made
+        prepared.prepared = SharedInput(tokens, own, runs=runs)
+        return prepared
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Gradients:

@@ -238,8 +238,8 @@ def cut_parameter(
         return distribute_tensor(x.detach(), mesh, [placement], src_data_rank=src_data_rank)
 
     if isinstance(parameter, BlockwiseFP8Weight):
-        made = cut(parameter.master)
-        return with_local(made, BlockwiseFP8Weight(_owned(made), parameter.recipe))
+        cut_master = cut(parameter.master)
+        return with_local(cut_master, BlockwiseFP8Weight(_owned(cut_master), parameter.recipe))
     if isinstance(parameter, BlockwiseFP8Tensor):
         data, scale, format = parameter.rowwise()
         as_bytes, scales = cut(data.view(torch.uint8)), cut(scale)

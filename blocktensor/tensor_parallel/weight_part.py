@@ -56,7 +56,7 @@ class WeightPart:
         scale = empty_scale(data.shape, format, data.device).copy_(scale_from_amax(amax, format))
         return Quantized(data, scale, format)
 
-    def as_products_read(self, w: BlockwiseFP8Weight) -> BlockwiseFP8Weight:
+    def as_matmuls_read(self, w: BlockwiseFP8Weight) -> BlockwiseFP8Weight:
         """Return the part ``w`` as a weight whose FP8 forms come from :meth:`cast`.
 
         They live as long as ``w.recipe`` says.
@@ -98,7 +98,7 @@ def read_part(w: Tensor, part: WeightPart | None, plan: Plan) -> WeightRead:
         return read_weight(w, plan)
     assert isinstance(w, BlockwiseFP8Weight)
     if not plan.tracing:
-        return read_weight(part.as_products_read(w), plan)
+        return read_weight(part.as_matmuls_read(w), plan)
     # saved for backward: a second cast there would be a second all-reduce
     w_row = part.cast(w._cast_from)
     return w_row, w_row[:2] if plan.needs[0] else (), SavedWeight(plan, ROWWISE)

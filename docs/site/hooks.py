@@ -1,6 +1,6 @@
 """Pages of the site that are no Markdown in docs/: examples, notebooks, two files of the root.
 
-Links in the Markdown files are those of the repository, so that they work where it is browsed.
+Links in the Markdown files are paths of the repository, so that they work where it is browsed.
 """
 
 from __future__ import annotations

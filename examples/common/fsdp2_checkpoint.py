@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_state
 from torch.optim import Optimizer
 
 RECORD = "run.json"
-"""Beside torch's files: what the losses depend on, and those so far."""
+"""A file next to torch's: what the losses depend on, and the losses so far."""
 
 
 def _complete(folder: Path) -> dict[int, Path]:

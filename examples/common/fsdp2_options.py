@@ -43,7 +43,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "1b": _LARGE,
     "8b": _LARGE,
 }
-"""Flags that depend on the model, beside those of its shape."""
+"""Flags that depend on the model, except for its shape."""
 
 
 def build_parser() -> argparse.ArgumentParser:

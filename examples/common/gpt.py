@@ -68,7 +68,7 @@ class ModelConfig:
 
     @property
     def expert_hidden(self) -> int:
-        """An expert's width: those of one token together weigh what the MLP would."""
+        """An expert's width: the experts of one token together weigh what the MLP would."""
         return math.ceil(self.dim * 8 / 3 / self.top_k / 64) * 64
 
     @property

@@ -124,7 +124,7 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    """Logits and their loss, in a module of its own: it is gathered and reduced beside blocks."""
+    """Logits and their loss, in a module of its own: it is gathered and reduced on its own."""
 
     def __init__(self, shape: Shape, loss_chunk: int = 0) -> None:
         super().__init__()

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from blocktensor import BlockwiseFP8Weight, Recipe, functional, to_blockwise_fp8_weights
+from blocktensor.autograd.matmuls import grouped_wgrad_in_high_precision
 from blocktensor.autograd.norm import normed
-from blocktensor.autograd.products import grouped_wgrad_in_high_precision
 from blocktensor.ops.norm.reference import rms_norm
 from tests.support.gated import EAGER, assert_bits, results, unfused
 from tests.support.linear_ways import assert_all_equal, grads_of

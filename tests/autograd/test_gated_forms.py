@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from blocktensor import BlockwiseFP8Weight, functional
-from blocktensor.autograd import gated_forms, products
+from blocktensor.autograd import gated_forms, matmuls
 from tests.support.gated import HIDDEN, KINDS, K, Kind, N, before, weights, whether_recomputed
 from tests.support.linear_ways import function_of, saved_by
 from tests.support.models import Trace, randn
@@ -126,7 +126,7 @@ def test_backward_frees_what_it_has_read(
         alive.append(" ".join(name for name, ref in refs.items() if ref() is not None))
 
     before(monkeypatch, gated_forms, "gated_backward", note)
-    before(monkeypatch, products.Dense, "dgrad", note)
+    before(monkeypatch, matmuls.Dense, "dgrad", note)
     y.backward(torch.ones_like(y), retain_graph=retained)
     if retained:
         saves_h = activation == "gelu_tanh" and not recompute
@@ -148,7 +148,7 @@ def test_backward_of_both_frees_what_it_has_read(monkeypatch: pytest.MonkeyPatch
         held = (t.shape for t in gc.get_objects() if type(t) is Tensor and t.dtype == BF16)
         seen.append(sorted(shape for shape in held if shape in [(rows, 256), (rows, 512)]))
 
-    before(monkeypatch, products.Dense, "wgrad", note)
+    before(monkeypatch, matmuls.Dense, "wgrad", note)
     for recompute in (False, True):
         JOINT.fused(inputs(rows), *JOINT.weights(), recompute=recompute).backward(randn(rows, N))
     of_down, of_both = [(rows, 256), (rows, 512)], []

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, Recipe, functional, quantize
-from blocktensor.autograd.products import sum_groups
+from blocktensor.autograd.matmuls import sum_groups
 from blocktensor.ops.formats import GROUP_STEP
 from tests.support.asserts import Call, refused
 from tests.support.grouped_linears import (

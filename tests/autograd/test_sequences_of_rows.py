@@ -22,7 +22,7 @@ from blocktensor.autograd.gated_forms import plan_gated
 from blocktensor.autograd.plan import plan_matmul
 from blocktensor.ops.cast import choose_backend as casts
 from blocktensor.ops.devices import H200
-from blocktensor.ops.formats import BlockFormat, Quantized
+from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_128X128, BlockFormat, Quantized
 from blocktensor.ops.gemm import choose_backend as gemms
 from blocktensor.ops.gemm.hopper import launch as hopper_launch
 from blocktensor.ops.norm import ops as norms
@@ -150,6 +150,14 @@ def test_linear_layers(k: int) -> None:
 
     assert_same(linear._fprop._function, forward, 0b11)
     assert_same(linear._backward._function, backward, 0b1)
+
+
+@pytest.mark.usefixtures("planned")
+@WIDTHS
+@pytest.mark.parametrize("columnwise", [BLOCKS_128X128, BLOCKS_1X128, None])
+def test_shared_casts(k: int, columnwise: BlockFormat | None) -> None:
+    formats = BLOCKS_1X128, columnwise
+    assert_same(linear._cast_of_rows._function, lambda rows: (matrix(rows, k), *formats), 0b1)
 
 
 @pytest.mark.usefixtures("planned")

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from blocktensor import Recipe, functional
-from blocktensor.autograd.products import grouped_wgrad_in_high_precision as grouped_wgrad
-from blocktensor.autograd.products import wgrad_in_high_precision as wgrad
+from blocktensor.autograd.matmuls import grouped_wgrad_in_high_precision as grouped_wgrad
+from blocktensor.autograd.matmuls import wgrad_in_high_precision as wgrad
 from tests.support.groups import GROUPS, ends, ranges
 from tests.support.models import Trace, randn
 from tests.support.numeric import relative_error

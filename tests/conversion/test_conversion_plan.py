@@ -321,7 +321,7 @@ def test_it_changes_nothing_and_is_the_report_of_the_conversion(case: str) -> No
         assert not is_known or torch.equal(value, values[name])
     assert convert(model, **options) == report
     assert marks(model) != before or case == "again"
-    listed = dict.fromkeys(product.layer for product in explain(model).products)
+    listed = dict.fromkeys(matmul.layer for matmul in explain(model).matmuls)
     again = convert(model, **(options | {"stacks": None}))
     for each in (report, again):
         assert [entry.name for entry in each.converted] == list(listed)

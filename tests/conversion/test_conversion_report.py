@@ -227,6 +227,21 @@ def test_each_kind_of_product_is_left_alone_for_itself(
     assert sorted(names) == converted
 
 
+def test_a_gpu_is_asked_once(hopper: Pretend, monkeypatch: pytest.MonkeyPatch) -> None:
+    hopper((9, 0))
+    asked = []
+    for name, (first, *others) in list(fast_path.FAMILIES.items()):
+
+        def unusable(device: torch.device, name: str = name, first: Any = first) -> str | None:
+            asked.append(name)
+            return first.unusable(device)
+
+        backends = [dataclasses.replace(first, unusable=unusable), *others]
+        monkeypatch.setitem(fast_path.FAMILIES, name, backends)
+    convert(nn.Sequential(*large(4096, 2048), *large(8192, 4096), TitanMoE(4, 1024, 1536)))
+    assert sorted(asked) == sorted(fast_path.FAMILIES)
+
+
 def test_where_all_is_left_alone_the_reason_is_said(hopper: Pretend) -> None:
     hopper((9, 0), fast=False)
     with pytest.warns(UserWarning, match="fast path") as caught:

@@ -70,7 +70,7 @@ def test_all_products_of_experts_are_fp8_and_the_router_is_not(load: Load) -> No
     assert report.marked == ()
     found = {(e.module.split(".")[-1], e.precision) for e in report.entries if "mlp" in e.module}
     assert found == {("experts", "FP8"), ("router", "fp32")}
-    rows = {p.m for p in explain(model, tokens=32).products if p.groups > 1 and p.kind == "fprop"}
+    rows = {p.m for p in explain(model, tokens=32).matmuls if p.groups > 1 and p.kind == "fprop"}
     assert rows == {64}, "of two experts for every token"
 
 

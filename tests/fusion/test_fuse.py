@@ -13,7 +13,7 @@ from expecttest import assert_expected_inline
 from torch import nn
 
 from blocktensor import Recipe, fuse, share_inputs, unshare_inputs
-from blocktensor.fusion.layer_names import AFTER, BESIDE, GATED_EXPERTS, READERS
+from blocktensor.fusion.layer_names import AFTER, GATED_EXPERTS, READERS, SIBLINGS
 from blocktensor.overrides import dynamo
 from tests.docs.code_blocks import ROOT
 from tests.support.fused_kinds import count_runs
@@ -163,7 +163,7 @@ def test_known_names(make: Any) -> None:
 
 def test_the_page_lists_the_names() -> None:
     page = (ROOT / "docs/guides/fusing.md").read_text("utf-8")
-    names = {*READERS, *BESIDE, *AFTER}.union(*GATED_EXPERTS)
+    names = {*READERS, *SIBLINGS, *AFTER}.union(*GATED_EXPERTS)
     assert [name for name in sorted(names) if f"`{name}`" not in page] == []
 
 

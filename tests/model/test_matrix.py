@@ -54,7 +54,7 @@ def two_dims(device: str) -> DeviceMesh:
 
 
 def products(model: nn.Module) -> list[tuple[int, ...]]:
-    return [(p.m, p.n, p.k, p.groups) for p in explain(model, tokens=64).products]
+    return [(p.m, p.n, p.k, p.groups) for p in explain(model, tokens=64).matmuls]
 
 
 @pytest.mark.parametrize("style", [ColwiseParallel, RowwiseParallel])

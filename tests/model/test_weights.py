@@ -81,7 +81,7 @@ def test_a_conv1d_computes_the_bits_of_the_transposed_linear(
 def test_a_conv1d_is_small_by_the_sizes_of_its_linear(thresholds: MinSizes, why: str) -> None:
     model = nn.ModuleDict({"conv": Conv1D(ROWS, COLUMNS), "linear": nn.Linear(400, 400)})
     assert convert(model, skip_small=thresholds).entries[0].reason == why
-    sizes = [(p.m, p.n, p.k) for p in explain(twins(POWER_OF_TWO)[0]).products]
+    sizes = [(p.m, p.n, p.k) for p in explain(twins(POWER_OF_TWO)[0]).matmuls]
     assert sizes == [(4096, ROWS, COLUMNS), (4096, COLUMNS, ROWS), (ROWS, COLUMNS, 4096)]
 
 
@@ -288,7 +288,7 @@ def test_explain_lists_the_products_of_stacks() -> None:
     model["b"].config = type("Config", (), {"top_k": 0})()  # says nothing
     model["b"].down_proj.requires_grad_(False)
     convert(model, skip_small=False)
-    found = explain(model, tokens=100).products
+    found = explain(model, tokens=100).matmuls
     assert_expected_inline(
         "\n".join(f"{p.layer} {p.kind} {p.sizes}" for p in found),
         """\
@@ -309,7 +309,7 @@ b.down_proj dgrad 100 x 256 x 128 in 3 groups""",
         of_x = "x in 1x128 blocks; " if (p.layer[0], p.kind) == ("a", "wgrad") else ""  # [E, K, N]
         assert (p.backend, p.reason) == ("reference", of_x + why)
     model["b"].top_k = 3
-    assert explain(model, tokens=100).products[-1].m == 300
+    assert explain(model, tokens=100).matmuls[-1].m == 300
 
 
 def test_the_flag_of_transposed_stacks_is_of_the_known_names_alone() -> None:

@@ -15,7 +15,13 @@ from torch import Generator
 
 from blocktensor.ops import checks, formats
 from blocktensor.ops.cast import ops as casts
-from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_1X128_POW2, BlockFormat, Quantized
+from blocktensor.ops.formats import (
+    BLOCKS_1X128,
+    BLOCKS_1X128_POW2,
+    GROUP_STEP,
+    BlockFormat,
+    Quantized,
+)
 from blocktensor.ops.gemm.ops import gemm
 from blocktensor.ops.grouped_gemm.ops import grouped_gemm, grouped_gemm_wgrad
 from blocktensor.ops.producers import ops
@@ -161,7 +167,7 @@ def test_grouped_products() -> None:
         lambda: grouped_gemm(TOKENS, EXPERTS, OFFS, torch.zeros(130)),
         lambda: grouped_gemm(TOKENS._replace(data=TOKENS.data.double()), EXPERTS, OFFS),
         lambda: grouped_gemm(TOKENS._replace(scale=TOKENS.scale.double()), EXPERTS, OFFS),
-        lambda: grouped_gemm_wgrad(G_COL, X_COL, OFFS, 300),
+        lambda: grouped_gemm_wgrad(G_COL, X_COL, OFFS, GROUP_STEP + 1),
         lambda: grouped_gemm_wgrad(G_COL, X_COL, OFFS[:1], 10),
     )
 

@@ -21,6 +21,7 @@ from blocktensor.ops.formats import (
     BLOCKS_1X128_POW2,
     BLOCKS_128X128,
     BLOCKS_128X128_POW2,
+    GROUP_STEP,
     WEIGHT_FORMATS,
     BlockFormat,
 )
@@ -175,8 +176,9 @@ def test_launches_by_groups_are_the_same_within_a_step_of_rows(formats: tuple[bo
         return launch._replace(args=[laid_out(arg) for arg in launch.args if arg is not x])
 
     for plan in (plan_columnwise, plan_1x128)[not formats[1] :]:
-        assert all(planned(plan, rows) == planned(plan, 512) for rows in (257, 272, 384, 511))
-        assert planned(plan, 256) != planned(plan, 257)
+        step = [GROUP_STEP + more for more in (1, 16, GROUP_STEP // 2, GROUP_STEP - 1)]
+        assert all(planned(plan, rows) == planned(plan, 2 * GROUP_STEP) for rows in step)
+        assert planned(plan, GROUP_STEP) != planned(plan, GROUP_STEP + 1)
 
 
 def described(arg: Any) -> Any:

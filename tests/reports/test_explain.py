@@ -1,4 +1,4 @@
-"""Which backend runs each product, and why; and how one is forced."""
+"""Which backend runs each matmul, and why; and how one is forced."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def not_forced(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_shapes_and_why_faster_backends_were_passed_over() -> None:
     explained = explain([(4096, 2048, 1100), (1, 70, 130)], device="cpu")
-    assert [(p.layer, p.kind, p.m, p.n, p.k) for p in explained.products] == [
+    assert [(p.layer, p.kind, p.m, p.n, p.k) for p in explained.matmuls] == [
         ("4096x2048x1100", "fprop", 4096, 2048, 1100),
         ("4096x2048x1100", "dgrad", 4096, 1100, 2048),
         ("4096x2048x1100", "wgrad", 2048, 1100, 4096),
@@ -44,10 +44,10 @@ def test_shapes_and_why_faster_backends_were_passed_over() -> None:
         ("1x70x130", "dgrad", 1, 130, 70),
         ("1x70x130", "wgrad", 70, 130, 1),
     ]
-    for product in explained.products:
-        assert product.reason in str(explained)
+    for matmul in explained.matmuls:
+        assert matmul.reason in str(explained)
         for part in ("runs on any device", "cublas", "triton", "needs a CUDA device, got 'cpu'"):
-            assert part in product.reason
+            assert part in matmul.reason
 
 
 @pytest.mark.parametrize(
@@ -64,26 +64,26 @@ def test_what_weight_gradients_read(choice: Any, backend: str, reason: str) -> N
     of_shapes = explain([(10, 70, 130)], device="cpu", recipe=recipe)
     of_model = explain(nn.Sequential(linear(70, 130, recipe=recipe)), tokens=10)
     for explained in (of_shapes, of_model, explain(stack, tokens=10)):
-        *others, wgrad = explained.products
+        *others, wgrad = explained.matmuls
         assert (wgrad.kind, wgrad.m, wgrad.n, wgrad.k) == ("wgrad", 70, 130, 10)
         assert all(p.reason.startswith("runs on any device") for p in others)
         assert (wgrad.backend, wgrad.reason.split("; ")[0]) == (backend, reason)
-    told = [[(p.kind, p.backend, p.reason) for p in e.products] for e in (of_shapes, of_model)]
+    told = [[(p.kind, p.backend, p.reason) for p in e.matmuls] for e in (of_shapes, of_model)]
     assert told[0] == told[1]
 
 
-def test_the_products_are_those_that_run() -> None:
+def test_the_matmuls_are_those_that_run() -> None:
     """Same sizes, in the same order, as the GEMMs of a forward and a backward."""
     module = nn.Sequential(linear(70, 130, bias=True))
     x = randn(2, 8, 130, grad=True)
     ran = audit_step(module, lambda: module(x).sum().backward()).entries
-    explained = explain(module, tokens=16).products
+    explained = explain(module, tokens=16).matmuls
     assert [(p.kind, p.m, p.n, p.k) for p in explained] == [(e.kind, e.m, e.n, e.k) for e in ran]
     assert [p.kind for p in explained] == ["fprop", "dgrad", "wgrad"]
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: r.scale)
-def test_the_problems_are_those_of_the_products(
+def test_the_problems_are_those_of_the_matmuls(
     recipe: Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[GemmProblem] = []
@@ -128,15 +128,15 @@ def test_layers_alike_are_one_line() -> None:
     assert explained.backends == ("reference",)  # as for its device
 
 
-def test_only_fp8_linears_have_products() -> None:
+def test_only_fp8_linears_have_matmuls() -> None:
     model = Model(tied=True).apply(to_blockwise_fp8_weights)
     assert isinstance(model.embed.weight, BlockwiseFP8Weight)
-    assert "embed" not in {p.layer for p in explain(model).products}
+    assert "embed" not in {p.layer for p in explain(model).matmuls}
     assert "(model)" in str(explain(linear(70, 130)))
     explained = explain(Model())
     wanted = "no FP8 layers: convert the model first with blocktensor.convert(model)"
     assert str(explained) == wanted
-    assert explained.products == explain([]).products == ()
+    assert explained.matmuls == explain([]).matmuls == ()
 
 
 def test_forcing_the_reference_shows_and_holds(
@@ -144,7 +144,7 @@ def test_forcing_the_reference_shows_and_holds(
 ) -> None:
     monkeypatch.setenv(FORCE, "reference")
     explained = explain([(128, 256, 384)], device=device)
-    assert {(p.backend, p.reason) for p in explained.products} == {
+    assert {(p.backend, p.reason) for p in explained.matmuls} == {
         ("reference", "forced by BLOCKTENSOR_GEMM")
     }
     calls: list[int] = []
@@ -187,8 +187,8 @@ def test_bad_numbers_of_tokens(tokens: Any) -> None:
     model = nn.Sequential(linear(128, 128))
     with pytest.raises((TypeError, ValueError), match=f"^tokens={tokens!r}.*: expected"):
         explain(model, tokens=tokens)
-    assert explain(model, tokens=0).products[0].m == 0
-    assert explain(model, tokens=np.int64(8)).products[0].m == 8
+    assert explain(model, tokens=0).matmuls[0].m == 0
+    assert explain(model, tokens=np.int64(8)).matmuls[0].m == 8
 
 
 def test_a_plan_without_a_gpu() -> None:
@@ -205,20 +205,20 @@ def test_a_plan_without_a_gpu() -> None:
     assert_expected_inline(
         str(explain(model, tokens=4096, device="H100")),
         """\
-layer                product  M x N x K                     backend  why
--------------------  -------  ----------------------------  -------  -------------------------------
-layers.*.q (2)       fprop    4096 x 2048 x 2048            gluon    256x128 tiles, predicted 30 us
-layers.*.q (2)       dgrad    4096 x 2048 x 2048            gluon    256x128 tiles, predicted 30 us
-layers.0.q           wgrad    2048 x 2048 x 4096            gluon    256x128 tiles, predicted 24 us
-layers.*.up (2)      fprop    4096 x 8192 x 2048            gluon    256x128 tiles, predicted 120 us
-layers.*.up (2)      dgrad    4096 x 2048 x 8192            gluon    256x128 tiles, predicted 108 us
-layers.*.up (2)      wgrad    8192 x 2048 x 4096            gluon    256x128 tiles, predicted 112 us
-layers.*.down (2)    fprop    4096 x 2048 x 8192            gluon    256x128 tiles, predicted 108 us
-layers.*.down (2)    dgrad    4096 x 8192 x 2048            gluon    256x128 tiles, predicted 120 us
-layers.*.down (2)    wgrad    2048 x 8192 x 4096            gluon    256x128 tiles, predicted 112 us
-layers.1.experts.w1  fprop    4096 x 512 x 256 in 4 groups  gluon    64x128 tiles
-layers.1.experts.w1  dgrad    4096 x 256 x 512 in 4 groups  gluon    128x128 tiles
-layers.1.experts.w1  wgrad    512 x 256 x 4096 in 4 groups  gluon    128x128 tiles
+layer                matmul  M x N x K                     backend  why
+-------------------  ------  ----------------------------  -------  -------------------------------
+layers.*.q (2)       fprop   4096 x 2048 x 2048            gluon    256x128 tiles, predicted 30 us
+layers.*.q (2)       dgrad   4096 x 2048 x 2048            gluon    256x128 tiles, predicted 30 us
+layers.0.q           wgrad   2048 x 2048 x 4096            gluon    256x128 tiles, predicted 24 us
+layers.*.up (2)      fprop   4096 x 8192 x 2048            gluon    256x128 tiles, predicted 120 us
+layers.*.up (2)      dgrad   4096 x 2048 x 8192            gluon    256x128 tiles, predicted 108 us
+layers.*.up (2)      wgrad   8192 x 2048 x 4096            gluon    256x128 tiles, predicted 112 us
+layers.*.down (2)    fprop   4096 x 2048 x 8192            gluon    256x128 tiles, predicted 108 us
+layers.*.down (2)    dgrad   4096 x 8192 x 2048            gluon    256x128 tiles, predicted 120 us
+layers.*.down (2)    wgrad   2048 x 8192 x 4096            gluon    256x128 tiles, predicted 112 us
+layers.1.experts.w1  fprop   4096 x 512 x 256 in 4 groups  gluon    64x128 tiles
+layers.1.experts.w1  dgrad   4096 x 256 x 512 in 4 groups  gluon    128x128 tiles
+layers.1.experts.w1  wgrad   512 x 256 x 4096 in 4 groups  gluon    128x128 tiles
 
 predicted, forward + backward  bf16, us  FP8, us  in CUDA graphs  eager
 -----------------------------  --------  -------  --------------  -----
@@ -232,7 +232,7 @@ fast path: as on an H100 that has it""",
     assert explain(model, tokens=4096).layers == ()
     stacks = {"*.experts": ["w1"]}
     convert(model, Recipe(wgrad_input="high_precision"), skip_small=False, stacks=stacks)
-    wgrads = [p for p in explain(model, device="H100").products if p.kind == "wgrad"]
+    wgrads = [p for p in explain(model, device="H100").matmuls if p.kind == "wgrad"]
     assert [p.us and round(p.us) for p in wgrads] == [49, 195, 195, 195, 195, None]
 
 

@@ -176,9 +176,9 @@ def test_the_values_of_other_reports() -> None:
     model = converted()
     explained, audited = explain(model, tokens=3, device="H200"), audit(model, randn(3, K).float())
     values = explained.to_dict()
-    assert values.keys() == {"products", "fast_path", "layers"}
+    assert values.keys() == {"matmuls", "fast_path", "layers"}
     assert values["layers"] == [asdict(x) for x in explained.layers]
-    assert values["products"] == [{**asdict(p), "sizes": p.sizes} for p in explained.products]
+    assert values["matmuls"] == [{**asdict(p), "sizes": p.sizes} for p in explained.matmuls]
     values = audited.to_dict()
     assert values.keys() == {"entries", "notes", "hidden", "flops", "fp8_share"}
     assert values["entries"] == [asdict(e) for e in audited.entries]

@@ -44,7 +44,7 @@ w*_EFD (2)  4x256x192  float32  66.7%  fp8      trainable (experts, E x N x K: E
 w2_EDF      4x192x256  float32  33.3%  fp8      trainable (experts, E x N x K: E=4, N=192, K=256; on this rank 2 x 192 x 256)
 3 converted, 0 skipped; 100.0% of 589,824 parameters in FP8; 1.1 MiB before, 1.4 MiB with FP8 forms""",  # noqa: E501
     )
-    assert {p.sizes for p in blocktensor.explain(model, tokens=64).products} == {
+    assert {p.sizes for p in blocktensor.explain(model, tokens=64).matmuls} == {
         "64 x 256 x 192 in 2 groups",
         "64 x 192 x 256 in 2 groups",
         "256 x 192 x 64 in 2 groups",

@@ -122,7 +122,7 @@ def test_the_report_judges_the_whole_weight(mesh: DeviceMesh) -> None:
         "trainable, tensor parallel: 64 x 256 a rank, small for its speed: N=64 < 1024 and "
         "K=256 < 1024 and N K=16384 < 4194304"
     )
-    sizes = {(p.layer, p.kind): p.sizes for p in explain(model, 512).products}
+    sizes = {(p.layer, p.kind): p.sizes for p in explain(model, 512).matmuls}
     assert sizes["attention.k", "fprop"] == "512 x 64 x 256"
     assert sizes["attention.o", "dgrad"] == "512 x 128 x 256"
 

@@ -1,7 +1,7 @@
 """The converter: makes a model of torchtitan build itself in blockwise FP8.
 
 torchtitan hands a converter the config of a model, and the model is built from it later. The config
-is made one of a subclass of the model's class, which converts itself as it is built and refuses
+is made one of a subclass of the model's class, which converts itself while it is built and refuses
 parallelism that FP8 lacks. It stays the same object, because the trainer has a reference to it
 already when overrides run.
 """
@@ -36,9 +36,9 @@ class BlockwiseFP8Converter(QuantizationConverter):
     """Makes a model train its linears and experts in blockwise FP8 (``blocktensor.convert``).
 
     torchtitan's ``model_registry(..., converters=[BlockwiseFP8Converter.Config(...)])`` takes it.
-    The model converts itself as it is built, on the meta device, so that the choice sees the whole
-    model: its head, tied weights and sizes. Parameters keep their names, and their values are
-    drawn, sharded, optimized and saved as those of a model in high precision.
+    The model converts itself while it is built, on the meta device, so that the choice sees the
+    whole model: its head, tied weights and sizes. Parameters keep their names, and their values are
+    drawn, sharded, optimized and saved as in high precision.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -84,7 +84,7 @@ class BlockwiseFP8Converter(QuantizationConverter):
 
         Raises:
             TypeError: ``filter_fqns`` is not a list of str; ``convert_head`` is no bool.
-            ValueError: a choice outside those of blocktensor.Recipe; an empty name, which would
+            ValueError: a choice that blocktensor.Recipe does not have; an empty name, which would
                 match everything.
         """
         self.config = config

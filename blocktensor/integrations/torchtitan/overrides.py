@@ -36,7 +36,7 @@ def blockwise_fp8(config: Decoder.Config, **options: Any) -> Decoder.Config:
 def with_blockwise_fp8(config: Trainer.Config, **options: Any) -> Trainer.Config:
     """Make a run train its model in blockwise FP8; changes ``config`` and returns it.
 
-    Selective activation checkpointing then counts FP8 products as torchtitan's counts ``mm``.
+    Selective activation checkpointing then counts FP8 matmuls as torchtitan's counts ``mm``.
 
     Args:
         config: of a run, as functions of torchtitan's ``config_registry`` return it.
@@ -56,11 +56,11 @@ def with_blockwise_fp8(config: Trainer.Config, **options: Any) -> Trainer.Config
 
 
 class BlockwiseFP8SelectiveAC(SelectiveAC):
-    """torchtitan's ``SelectiveAC``, which counts products in FP8 among the matrix products.
+    """torchtitan's ``SelectiveAC``, which counts matmuls in FP8 as matmuls.
 
     torchtitan's policy goes by ops: it saves the results of ``aten.mm``, all but every second, and
     does not know ``blocktensor::gemm`` and ``blocktensor::linear_fprop``. Here the results of every
-    second product, in FP8 or not, are saved; casts are made again. Products of experts are computed
+    second matmul, in FP8 or not, are saved; casts are made again. Matmuls of experts are computed
     again, as torchtitan does in high precision.
     """
 
@@ -81,15 +81,15 @@ class BlockwiseFP8SelectiveAC(SelectiveAC):
         return block
 
 
-_PRODUCTS = (torch.ops.blocktensor.gemm.default, torch.ops.blocktensor.linear_fprop.default)
-"""The products of forwards: op by op, and in compiled graphs."""
+_MATMULS = (torch.ops.blocktensor.gemm.default, torch.ops.blocktensor.linear_fprop.default)
+"""The matmuls of forwards: op by op, and in compiled graphs."""
 
 
 def _gemm_as_linear(policy: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a checkpointing policy decide about FP8 products as about ``aten.linear``."""
+    """Make a checkpointing policy decide about FP8 matmuls as about ``aten.linear``."""
 
     def of_both(context: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
-        if op in _PRODUCTS:
+        if op in _MATMULS:
             x, _, _, weight, *_ = args  # without scales and formats
             return policy(context, torch.ops.aten.linear.default, x, weight)
         return policy(context, op, *args, **kwargs)
@@ -97,7 +97,7 @@ def _gemm_as_linear(policy: Callable[..., Any]) -> Callable[..., Any]:
     return of_both
 
 
-@override(target=SelectiveAC.Config, exact=True, description="counts FP8 products as mm")
+@override(target=SelectiveAC.Config, exact=True, description="counts FP8 matmuls as mm")
 def selective_ac(config: SelectiveAC.Config) -> BlockwiseFP8SelectiveAC.Config:
-    """Make selective activation checkpointing save products in FP8."""
+    """Make selective activation checkpointing save matmuls in FP8."""
     return derive(config, BlockwiseFP8SelectiveAC.Config)

@@ -58,12 +58,12 @@ def _cut(module: Any, mesh: DeviceMesh) -> None:
         module.forward = MethodType(_run_on_own_tokens, module)
         return
     style, dim = (RowwiseParallel, 1) if of_weight == Shard(1) else (ColwiseParallel, 0)
-    part = module.weight.shape[dim] // mesh.size()
+    size = module.weight.shape[dim] // mesh.size()
     block = module.weight.recipe.weight_format.block_shape[dim]
-    if part % block:
+    if size % block:
         raise NotImplementedError(
             f"a weight {list(module.weight.shape)} that {mesh.size()} ranks cut into parts of "
-            f"{part}, inside blocks of {block}, and that FSDP2 shards too"
+            f"{size}, inside blocks of {block}, and that FSDP2 shards too"
         )
     made = config.out_dst_shardings or config.out_src_shardings
     (output,) = resolve_placements(made, mesh)

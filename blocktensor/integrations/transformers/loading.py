@@ -2,7 +2,8 @@
 
 - ``from_pretrained`` of a checkpoint whose ``config.json`` names a quantization method takes the
   config in the file, and raises for one of another class. The weights of a checkpoint in FP8 are
-  ours to read, and those of one marked "blocktensor" are ordinary: what the caller gives decides.
+  ours to read, and a checkpoint marked "blocktensor" has ordinary weights: what the caller gives
+  decides.
 - ``from_pretrained`` passes all that it is about to load, and the rules by which it renames and
   converts tensors, to one function. No hook of quantizers gets both.
 - It reads every tensor by its name and knows of no scales. It does not get the FP8 weights, so that

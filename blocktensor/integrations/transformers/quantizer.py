@@ -23,7 +23,7 @@ from ...conversion.freeze import unfreeze
 from ...conversion.pretrained_models import exchange, values_of
 from ...conversion.report import ConversionReport
 from ...fusion.fuse import FusionReport, fuse
-from ...model.matrix import Matrix, fp8_weights
+from ...model.matrix import Matrix, fp8_weights, matrices_of
 from ...model.names import weights_to_skip
 from ...model.weights import is_linear, kind_of
 from ...sharding.dtensor import local_of
@@ -168,7 +168,7 @@ def _converted(model: PreTrainedModel, config: BlockwiseFP8Config, of_fp8: bool)
 
 
 def _dequantize_skipped(model: nn.Module, skip: Sequence[str]) -> None:
-    for module, key in weights_to_skip(model, skip):
+    for module, key in weights_to_skip(model, skip, matrices_of(model, {})):
         for matrix in fp8_weights(module):
             if matrix.key == key:
                 _make_plain(model, matrix)
@@ -188,7 +188,7 @@ def _make_plain(model: nn.Module, matrix: Matrix) -> None:
 def _offloaded(what: str) -> NotImplementedError:
     return NotImplementedError(
         f"{what}: FP8 weights cannot be offloaded; choose a device_map without 'disk', and without "
-        f"'cpu' beside GPUs (max_memory= sets their shares), or shard the model with FSDP2"
+        f"'cpu' next to GPUs (max_memory= sets their shares), or shard the model with FSDP2"
     )
 
 

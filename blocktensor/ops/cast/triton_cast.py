@@ -51,12 +51,12 @@ def cast_1x128_kernel(
     SOURCES: tl.constexpr, PARTS: tl.constexpr, WIDTHS: tl.constexpr,
 ):  # fmt: skip
     # One program casts a tile [TILE_M, 128], read once, along either or both directions. A
-    # columnwise cast needs TILE_M = 128 (a whole block). Those of its `columns` after the rows of x
-    # are zeros. With SQUARE, the tile is one block of the columnwise form; col_scale_ld is the
-    # distance of neighbours along K then, else along M. out_ld = columns, a separate argument so
-    # that its divisibility by 16 is specialised. With GROUPS, a block lies in one of `groups`
-    # groups and fills one whole block of the columnwise form. With COMPUTE (producer.py), the tile
-    # is computed from tiles of x, y and z, and the second of two PARTS has other outputs.
+    # columnwise cast needs TILE_M = 128 (a whole block). Its columns from the rows of x up to
+    # `columns` are zeros. With SQUARE, the tile is one block of the columnwise form; col_scale_ld
+    # is the distance of neighbours along K then, else along M. out_ld = columns, a separate
+    # argument so that its divisibility by 16 is specialised. With GROUPS, a block lies in one of
+    # `groups` groups and fills one whole block of the columnwise form. With COMPUTE (producer.py),
+    # the tile is computed from tiles of x, y and z, and the second of two PARTS has other outputs.
     tile = tl.program_id(0)
     part = 0
     if PARTS == 2:
@@ -175,14 +175,14 @@ def plan_1x128(
     With ``offs``, by groups. With ``producer``, cast what it computes from ``x``.
     """
     m, k = x.shape
-    made = row or col
-    assert made is not None
+    form = row or col
+    assert form is not None
     groups = 0 if offs is None or col is None else offs.shape[0]  # rowwise blocks ignore groups
     tile_m = BLOCK if col else 32
     tiles_m = (
         blocks_of(x, groups, row is not None)
         if col
-        else ceil_div(padded_rows(len(made.data)), tile_m)
+        else ceil_div(padded_rows(len(form.data)), tile_m)
     )
     columns = col.data.shape[1] if col else 0
     even = offs is None and m % max(tile_m, ROW_STEP) == 0 and k % BLOCK == 0
@@ -207,7 +207,7 @@ def plan_1x128(
             "SQUARE": square,
             "EVEN": even,
             "WIDE": is_wide(*x.stride(), *strides_of_more, columns, k * producer.widths),
-            "POWER_OF_TWO": made.format.power_of_two,
+            "POWER_OF_TWO": form.format.power_of_two,
             "METHOD": method_for(x.dtype),
             "GROUPS": padded_groups(groups),
             **producer.constants(),

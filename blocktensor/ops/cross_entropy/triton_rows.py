@@ -122,8 +122,8 @@ def loss_and_gradient_(
     """See :func:`~..reference.loss_and_gradient_`; rows of unit stride."""
     rows, cols = logits.shape
     losses = torch.empty((rows,), dtype=torch.float32, device=logits.device)
-    made = torch.empty((), dtype=torch.float32, device=logits.device)
-    given, has_total = made if total is None else total, {"TOTAL": total is not None}
+    loss = torch.empty((), dtype=torch.float32, device=logits.device)
+    given, has_total = loss if total is None else total, {"TOTAL": total is not None}
     most = _COLS // 4 if label_smoothing else _COLS  # else registers would spill
     block = min(most, triton.next_power_of_2(max(128, cols)))
     Launch(
@@ -150,8 +150,8 @@ def loss_and_gradient_(
     Launch(
         sum_losses_kernel,
         (1,),
-        (losses, given, made, rows),
+        (losses, given, loss, rows),
         {"ROWS": _ROWS, **has_total},
         {"num_warps": 4, "enable_fp_fusion": True},
     )()
-    return made
+    return loss

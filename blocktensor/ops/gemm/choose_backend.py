@@ -216,10 +216,10 @@ def choose_gemm(problem: GemmProblem) -> GemmChoice:
             cannot take this shape; the message lists the usable ones.
     """
     shape = f"M={problem.m}, N={problem.n}, K={problem.k}"
-    return choose_product(GEMM_BACKENDS, problem, problem.device, forced_gemm(), shape)
+    return choose_matmul(GEMM_BACKENDS, problem, problem.device, forced_gemm(), shape)
 
 
-def choose_product(
+def choose_matmul(
     backends: Sequence[Backend[Problem]],
     problem: Problem,
     device: torch.device,

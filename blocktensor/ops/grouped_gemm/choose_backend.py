@@ -12,7 +12,7 @@ from ..devices import lacks_triton, sms
 from ..formats import BLOCKS_1X128, BLOCKS_128X128, BlockFormat, num_blocks
 from ..gemm.choose_backend import (
     GEMM_BACKENDS,
-    choose_product,
+    choose_matmul,
     declines_on_hopper,
     gluon_unusable,
     unknown_format,
@@ -58,8 +58,8 @@ def grouped_gemms_fail(device: torch.device) -> str | None:
     offs, dtype = ends.to(device), torch.bfloat16
     a = reference.quantize_rowwise(x, BLOCKS_1X128)
     b = reference.quantize_rowwise(w, BLOCKS_128X128)
-    made = hopper_launch.grouped_gemm(on(device, a), on(device, b), offs, None, dtype)
-    if differ(made, reference.grouped_gemm(a, b, ends, None, dtype)):
+    computed = hopper_launch.grouped_gemm(on(device, a), on(device, b), offs, None, dtype)
+    if differ(computed, reference.grouped_gemm(a, b, ends, None, dtype)):
         return "grouped GEMMs differ from the reference"
     for format in (BLOCKS_1X128, BLOCKS_128X128):
         _, g = reference.quantize_grouped(x, ends, None, BLOCKS_1X128)
@@ -68,8 +68,8 @@ def grouped_gemms_fail(device: torch.device) -> str | None:
         assert c is not None
         wanted = reference.grouped_gemm_wgrad(g, c, ends, len(x), torch.float32)
         operands = on(device, g), on(device, c), offs, len(x)
-        made = hopper_launch.grouped_gemm_wgrad(*operands, dtype)
-        if differ(made, wanted):
+        computed = hopper_launch.grouped_gemm_wgrad(*operands, dtype)
+        if differ(computed, wanted):
             return "grouped weight gradients differ from the reference"
     return None
 
@@ -137,4 +137,4 @@ def choose_grouped(problem: GroupedProblem) -> GroupedChoice:
     if forced in _OF_MATRICES_ONLY:
         forced = None
     shape = f"T={problem.tokens}, N={problem.n}, K={problem.k}, E={problem.experts}"
-    return choose_product(GROUPED_BACKENDS, problem, problem.device, forced, shape)
+    return choose_matmul(GROUPED_BACKENDS, problem, problem.device, forced, shape)

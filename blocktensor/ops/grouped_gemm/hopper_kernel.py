@@ -12,7 +12,7 @@ from ..gemm.hopper.blocks import block_of_rows, block_of_squares
 from ..gemm.hopper.epilogue import store_wave
 from ..gemm.hopper.kernel import allocate
 from ..gemm.hopper.pipeline import advance
-from ..gemm.hopper.products import column_scales, pieces, raw_layout, row_scales
+from ..gemm.hopper.promotion import column_scales, pieces, raw_layout, row_scales
 from .hopper_items import BEGIN, BLOCKS, END, EXPERT, FIELDS, FIRST, ROW, SLOTS, TILE_N, field
 from .hopper_items import produce as _produce
 

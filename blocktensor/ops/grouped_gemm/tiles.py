@@ -73,13 +73,13 @@ def choose_gemm_tile(
     With a bias, tiles of two row waves have too few registers.
     """
     predicted = {}
-    for found in SQUARES:
-        tile = found.tile
+    for candidate in SQUARES:
+        tile = candidate.tile
         if bias and tile.rows > 1:
             continue
         rows = tokens / tile.m + min(experts, tokens) / 2
         items = math.ceil(rows) * ceil_div(n, tile.n)
-        predicted[tile] = _plan(found, items, blocks, sms)
+        predicted[tile] = _plan(candidate, items, blocks, sms)
     return _best(predicted)
 
 
@@ -91,12 +91,12 @@ def choose_wgrad_tile(
     tiles = WGRAD_SQUARES if b_block == BLOCK else ROWS
     blocks = tokens / experts / BLOCK + 0.5
     predicted = {}
-    for found in tiles:
-        tile = found.tile
+    for candidate in tiles:
+        tile = candidate.tile
         if not stores_fit(tile, n):
             continue
         items = experts * ceil_div(n, tile.m) * ceil_div(k, tile.n)
-        us, programs = _plan(found, items, blocks, sms)
+        us, programs = _plan(candidate, items, blocks, sms)
         if experts >= _MANY:
             programs = min(programs, sms * tile.programs)
         predicted[tile] = us, programs

@@ -1,11 +1,11 @@
 """Say in which order torch's CUDA kernels add the numbers of a row.
 
 The order of a sum decides its last bits. A fused norm adds in the order of torch's ``mean`` and
-``sum``, so that its results have the bits of the norm that it replaces. The order is that of
-``setReduceConfig`` in torch's ATen/native/cuda/Reduce.cuh, for contiguous rows in fp32: a row is
-dealt to threads, four numbers at a time; each thread adds every fourth of its numbers; then its
-four sums, in order; then the upper half of a group of threads adds to the lower half until one sum
-is left; and so do the groups, if a row has several.
+``sum``, so that its results have the bits of the norm that it replaces. ``setReduceConfig`` in
+torch's ATen/native/cuda/Reduce.cuh gives the order, for contiguous rows in fp32: a row is dealt to
+threads, four numbers at a time; each thread adds every fourth of its numbers; then its four sums,
+in order; then the upper half of a group of threads adds to the lower half until one sum is left;
+and so do the groups, if a row has several.
 """
 
 from __future__ import annotations

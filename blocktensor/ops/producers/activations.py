@@ -21,8 +21,8 @@ aten = torch.ops.aten
 ActivationName = Literal["silu", "gelu", "gelu_tanh", "relu2"]
 """The names in ``ACTIVATIONS``; "gelu" is by erf, "relu2" is the square of relu."""
 
-Kind = Literal["value", "value beside", "gradient"]
-"""The results of PTX. "value beside" is the value where shared steps compute the gradient too."""
+Kind = Literal["value", "value with gradient", "gradient"]
+"""The results of PTX; "value with gradient": the value, where shared steps compute the gradient."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ _SILU = Ptx(
         "value": "mul.rn.f32 z, x, 0fBFB8AA3B; ex2.approx.ftz.f32 e, z;"
         " fma.rn.f32 e, e, 0f3E800000, 0f3E800000; rcp.approx.ftz.f32 r, e;"
         " mul.rn.f32 y, x, 0f3E800000; mul.rn.f32 y, y, r;",
-        "value beside": f"{_QUARTER} mul.rn.f32 y, x, 0f3E800000; mul.rn.f32 y, y, r;",
+        "value with gradient": f"{_QUARTER} mul.rn.f32 y, x, 0f3E800000; mul.rn.f32 y, y, r;",
         "gradient": f"{_QUARTER} neg.f32 e, e; fma.rn.f32 v, e, r, 0f3F800000;"
         " fma.rn.f32 r, r, v, r; mul.rn.f32 s, r, 0f3E800000;"
         " mul.rn.f32 y, d, s; sub.rn.f32 u, 0f3F800000, s; fma.rn.f32 u, x, u, 0f3F800000;"

@@ -52,7 +52,7 @@ def _launch(
 def _of_gradients(activation: ActivationName, gate: Tensor) -> tuple[str, str]:
     """Return the PTX of the gradients of gate and of up."""
     of_gate = word_ptx(activation, "gated gradient", gate.dtype)
-    return of_gate, word_ptx(activation, "gated beside", gate.dtype)
+    return of_gate, word_ptx(activation, "gated with gradient", gate.dtype)
 
 
 def _only(forms: Forms, part: int) -> Forms:
@@ -79,10 +79,10 @@ class Kernels:
         offs: Tensor | None = None,
     ) -> Forms:
         """See :func:`blocktensor.ops.producers.reference.gated`."""
-        made = empty_forms(gate, offs, rowwise, columnwise)
+        forms = empty_forms(gate, offs, rowwise, columnwise)
         detail = word_ptx(activation, "gated", gate.dtype), None
-        _launch(self.in_words, detail, (gate, up), offs, made)
-        return made
+        _launch(self.in_words, detail, (gate, up), offs, forms)
+        return forms
 
     def gated_backward(
         self,
@@ -112,11 +112,11 @@ class Kernels:
         offs: Tensor | None = None,
     ) -> Forms:
         """See :func:`~blocktensor.ops.producers.reference.joint_gated_backward`; whole blocks."""
-        made = empty_forms(gate_up, offs, rowwise, columnwise)
+        forms = empty_forms(gate_up, offs, rowwise, columnwise)
         gate, up = gate_up.chunk(2, -1)
         detail = _of_gradients(activation, gate)
-        _launch(self.in_words, detail, (gate, grad, up), offs, *halves(made), widths=2)
-        return made
+        _launch(self.in_words, detail, (gate, grad, up), offs, *halves(forms), widths=2)
+        return forms
 
 
 elements, words = Kernels(in_words=False), Kernels(in_words=True)

@@ -13,11 +13,11 @@ import torch
 
 from .activations import ACTIVATIONS, ActivationName, Kind, Ptx
 
-Role = Literal["gated", "gated beside", "gated gradient"]
+Role = Literal["gated", "gated with gradient", "gated gradient"]
 
 _KINDS: dict[Role, Kind] = {
     "gated": "value",
-    "gated beside": "value beside",
+    "gated with gradient": "value with gradient",
     "gated gradient": "gradient",
 }
 
@@ -28,8 +28,8 @@ def word_ptx(activation: ActivationName, role: Role, dtype: torch.dtype) -> str:
 
     Args:
         activation: one that has PTX.
-        role: "gated": the value times y, from (x, y); "gated beside": the same if a gradient is
-            also computed; "gated gradient": the gradient of x from the gradient of the value, y
+        role: "gated": the value times y, from (x, y); "gated with gradient": the same if a gradient
+            is also computed; "gated gradient": the gradient of x from the gradient of the value, y
             times z, from (x, y, z).
         dtype: bf16, fp16 or fp32, to which every step of eager mode is rounded.
     """

@@ -147,11 +147,11 @@ def _folders() -> Iterator[Path]:
     shared = Path(tempfile.gettempdir()) / f"blocktensor-{os.getuid()}"
     with contextlib.suppress(OSError):
         shared.mkdir(mode=0o700, exist_ok=True)
-        found = shared.lstat()
+        status = shared.lstat()
         if (
-            found.st_uid == os.getuid()
-            and stat.S_ISDIR(found.st_mode)
-            and not found.st_mode & 0o077
+            status.st_uid == os.getuid()
+            and stat.S_ISDIR(status.st_mode)
+            and not status.st_mode & 0o077
         ):
             yield shared
     yield Path(tempfile.mkdtemp(prefix="blocktensor-"))
@@ -224,18 +224,18 @@ def _compile(command: list[str], path: Path) -> None:
         f"(half a minute), into {path.parent}",
         file=sys.stderr,
     )
-    part = path.with_name(f"{path.stem}-{os.getpid()}.part")
+    partial = path.with_name(f"{path.stem}-{os.getpid()}.part")
     said = ""
     try:
         for standard in STANDARDS:
-            made = subprocess.run(
-                [*command, f"-std={standard}", "-o", str(part)], capture_output=True, text=True
+            run = subprocess.run(
+                [*command, f"-std={standard}", "-o", str(partial)], capture_output=True, text=True
             )
-            if made.returncode == 0:
-                os.replace(part, path)
+            if run.returncode == 0:
+                os.replace(partial, path)
                 return
-            said = said or made.stderr
+            said = said or run.stderr
     finally:
-        part.unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)
     error = next((line for line in said.splitlines() if "error" in line), said[-200:])
     raise CannotBuild(f"{command[0]} cannot compile {SOURCE}: {error}")

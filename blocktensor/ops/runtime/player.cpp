@@ -138,7 +138,7 @@ struct Call {
     return true;
   }
 
-  // Return true if the rows of a tensor are contiguous, as those of the matrix [rows, last size].
+  // Return true if the rows of a tensor are contiguous, as in the matrix [rows, last size].
   static bool is_matrix(const at::Tensor& x) {
     return x.dim() == 2 || (x.dim() > 2 && x.numel() && x.is_contiguous());
   }
@@ -210,7 +210,7 @@ struct Call {
   }
 
   // Read the arguments of a registered op, each of which has a letter: see `letters` of ops/op.py.
-  // The number of rows and which tensors have it are those of the function that was recorded.
+  // The function that was recorded says which tensors have the number of rows.
   bool read(c10::ArrayRef<c10::IValue> args, const std::string& letters) {
     const char* backend = std::getenv("BLOCKTENSOR_GEMM");
     add_text(backend ? backend : "", backend ? std::strlen(backend) : 0);

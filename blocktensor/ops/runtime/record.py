@@ -214,13 +214,13 @@ class _Call:
         at = tensor.data_ptr()
         known = [(i, x) for i, x in enumerate(self.given)]
         known += [(len(self.given) + i, x) for i, x in enumerate(self.made)]
-        found = [(i, x) for i, x in known if x.data_ptr() == at]
-        if not found:  # the pointer is a part of an argument
+        owners = [(i, x) for i, x in known if x.data_ptr() == at]
+        if not owners:  # the pointer is a part of an argument
             storage = tensor.untyped_storage().data_ptr()
-            found = [(i, x) for i, x in known if x.untyped_storage().data_ptr() == storage]
-        if len(found) != 1:
+            owners = [(i, x) for i, x in known if x.untyped_storage().data_ptr() == storage]
+        if len(owners) != 1:
             raise NotRepeatable("a kernel gets a pointer of unknown origin")
-        ((i, x),) = found
+        ((i, x),) = owners
         behind = at - x.data_ptr()
         number = i - len(self.given)
         if number < 0:

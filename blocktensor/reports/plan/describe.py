@@ -309,9 +309,9 @@ def _rows(model: nn.Module, matrix: Matrix) -> float:
     """Return rows of a weight's input for each token."""
     if matrix.is_stack:
         chosen, experts = experts_per_token(matrix.module), len(matrix.parameter)
-    elif found := _EXPERT.match(matrix.name):
-        above = model.get_submodule(found.group(1))
-        owner = model.get_submodule(found.group(1).rpartition(".")[0])
+    elif match := _EXPERT.match(matrix.name):
+        above = model.get_submodule(match.group(1))
+        owner = model.get_submodule(match.group(1).rpartition(".")[0])
         chosen, experts = experts_per_token(owner), len(list(above.children()))
     else:
         return 1.0
@@ -334,11 +334,11 @@ def _block(
     roles: dict[Matrix, Role] = {}
     attention, mlps = None, []
     for parent, named in by_parent.items():
-        found = _attention(named, model)
-        attention = found or attention
-        if found is not None:
+        own_attention = _attention(named, model)
+        attention = own_attention or attention
+        if own_attention is not None:
             roles |= {x: "attention output" for key, x in named.items() if key in OUTPUT}
-        others = {k: x for k, x in named.items() if found is None or k not in OUTPUT}
+        others = {k: x for k, x in named.items() if own_attention is None or k not in OUTPUT}
         down = next((x for key, x in others.items() if key in DOWN), None)
         if down is not None:
             roles[down] = "down"

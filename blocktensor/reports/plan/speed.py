@@ -413,13 +413,15 @@ def _exposed(run: Run, computing: float) -> float:
     setup = run.setup
     if setup.gpus == 1 or setup.gpus > NODE:
         return 0.0
-    part = (setup.gpus - 1) / setup.gpus
+    fraction = (setup.gpus - 1) / setup.gpus
     embedding = run.model.embedding
     if not setup.is_sharded:  # an all-reduce of gradients sends each twice
-        sent = 2 * part * run.trainable * setup.master_bytes / LINK_BYTES
-        last = 2 * part * (embedding if run.trains else 0) * setup.master_bytes / LINK_BYTES
+        sent = 2 * fraction * run.trainable * setup.master_bytes / LINK_BYTES
+        last = 2 * fraction * (embedding if run.trains else 0) * setup.master_bytes / LINK_BYTES
         return last + max(0.0, sent - last - computing)
     gathered = sum(run.gathered_bytes(block) for block in run.blocks)
     sent = _gathers(run) * gathered + _BF16 * embedding + _FP32 * run.trainable
     ends = _BF16 * embedding + (_FP32 * embedding if run.trains else 0)
-    return part * (ends + max(0.0, sent - ends - computing * LINK_BYTES / part)) / LINK_BYTES
+    return (
+        fraction * (ends + max(0.0, sent - ends - computing * LINK_BYTES / fraction)) / LINK_BYTES
+    )

@@ -233,17 +233,17 @@ class AmaxTable:
         A rank detects this by its own counters, which may differ between ranks: so the ranks agree
         on it, once for each weight.
         """
-        found = {i for i in together if not self._is_of_present_rows(i)} - self._written
-        if found:
+        stale = {i for i in together if not self._is_of_present_rows(i)} - self._written
+        if stale:
             first = self.weights[together[0]]
             if first.ranks > 1:
                 agree(
                     "FP8 weights that a forward writes to before it gathers them",
-                    [self.weights[i].name for i in sorted(found)],
+                    [self.weights[i].name for i in sorted(stale)],
                     first.group,
                     "write to the shards on all ranks, or before the forward",
                 )
-            self._written |= found
+            self._written |= stale
         return not self._written.isdisjoint(together)
 
     def _is_of_present_rows(self, index: int) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -77,7 +77,7 @@ class ShardedParam:
     def changes(self) -> int | None:
         """Return how often the part was changed or replaced, as far as PyTorch counts.
 
-        Ranks compare their counts with earlier ones, never with those of other ranks, and all come
+        Ranks compare their counts with earlier ones, never with counts of other ranks, and all come
         to the same verdict. None once the model is freed.
         """
         owner = self.owner()
@@ -122,6 +122,28 @@ def sharded_with(owner: Any) -> tuple[list[ShardedParam], bool]:
     return [], False
 
 
+class Sharding(NamedTuple):
+    """How FSDP2 shards one parameter.
+
+    Attributes:
+        dim: it is cut along this dimension.
+        has_run: True if its root has run a forward, and so has gathered it.
+    """
+
+    dim: int
+    has_run: bool
+
+
+def sharding_of(owner: Any) -> Sharding | None:
+    """Return how FSDP2 shards the parameter of which ``owner`` is the object; None without one.
+
+    Raises:
+        NotImplementedError: as :class:`ShardedParam`, also for other parameters under the root.
+    """
+    together, has_run = sharded_with(owner)
+    return next((Sharding(x.dim, has_run) for x in together if x.owner() is owner), None)
+
+
 _FOUND: dict[int, tuple[weakref.ref[Any], weakref.ref[Tensor]]] = {}
 """By id, the owners found last of parts that exist. Every gather of every weight asks for one."""
 
@@ -140,8 +162,8 @@ def owner_of(local: Tensor, module: nn.Module | None = None) -> Any:
     It alone says what weight this is: other modules may be assigned the same part, or aliases.
     """
     key = id(local)
-    found = _FOUND.get(key)
-    owner = None if found is None else found[0]()
+    known = _FOUND.get(key)
+    owner = None if known is None else known[0]()
     if owner is not None and _holds(owner, local, module):
         return owner
     copied = _COPIED_FROM.get(local)

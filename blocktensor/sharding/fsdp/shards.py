@@ -24,7 +24,7 @@ aten = torch.ops.aten
 _SHARD_OPS: dict[Any, Callable[..., Any]] = {}
 """The ops of FP8Shard below autograd; all other ops act on the rows."""
 
-_PRODUCTS = {
+_MATMULS = {
     F.linear,
     torch.mm,
     torch.matmul,
@@ -95,8 +95,8 @@ class FP8Shard(GatheredTrainable):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _PRODUCTS:
-            _refuse_product(func)
+        if func in _MATMULS:
+            _refuse_matmul(func)
         return super().__torch_function__(func, types, args, kwargs)
 
     @classmethod
@@ -134,7 +134,7 @@ def _alias(func: Any, shard: FP8Shard) -> FP8Shard:
     aten.linear.default,
     aten._grouped_mm.default,
 )
-def _refuse_product(func: Any, *args: Any, **kwargs: Any) -> NoReturn:
+def _refuse_matmul(func: Any, *args: Any, **kwargs: Any) -> NoReturn:
     raise NotImplementedError(
         f"{func} reached the shard of an FP8 weight: a matmul needs the whole weight, which FSDP "
         f"gathers while the forward of its module runs"

@@ -117,9 +117,9 @@ def _restacked(x: BlockwiseFP8Tensor, shape: list[int]) -> BlockwiseFP8Tensor:
     if lead:  # still a view; torch's view with one row in each matrix has other strides
         step = scale.stride(0)
         scale = scale.as_strided((*lead, rows, cols), (rows * step, step, 1))
-    made = x.like(Operand(laid_out(row.data.view(shape), scale, row.format), None), shape, None)
-    made.generation = x.generation
-    return made
+    stack = x.like(Operand(laid_out(row.data.view(shape), scale, row.format), None), shape, None)
+    stack.generation = x.generation
+    return stack
 
 
 def _infer(size: list[int], x: Tensor) -> list[int]:

@@ -44,8 +44,10 @@ def _part(x: BlockwiseFP8Tensor, dim: int, start: int, stop: int, op: str) -> Bl
     start, stop = start * rows, stop * rows
     if along is not None and x.format.transposes:
         across = None
-    made = Operand(along and _cut(along, -2, start, stop), across and _cut(across, -1, start, stop))
-    return _like(x, made.transposed() if columns else made, shape)
+    operand = Operand(
+        along and _cut(along, -2, start, stop), across and _cut(across, -1, start, stop)
+    )
+    return _like(x, operand.transposed() if columns else operand, shape)
 
 
 def _check_boundary(x: BlockwiseFP8Tensor, dim: int, index: int, rows: int, op: str) -> None:
@@ -189,17 +191,17 @@ def _cat(func: Any, tensors: Sequence[Tensor], dim: int = 0) -> BlockwiseFP8Tens
                 f"cat along {dim}: {list(x.shape)} ends inside a block of {block}, and only the "
                 f"last part may; call .dequantize() first"
             )
-    made: list[Quantized | None] = []
+    forms: list[Quantized | None] = []
     for side in (0, 1):
-        held = [form for x in fp8 if (form := x.operand[side]) is not None]
-        if len(held) < len(fp8):
-            made.append(None)
+        own = [form for x in fp8 if (form := x.operand[side]) is not None]
+        if len(own) < len(fp8):
+            forms.append(None)
             continue
         at = 0 if stack else -2 if (side == 1) == columns else -1
-        width = min(form.data.shape[-1] for form in held)  # some may have zeros at the end
-        parts = [form.data if at == -1 else form.data[..., :width] for form in held]
-        scale = torch.cat([form.scale for form in held], at)
-        made.append(laid_out(torch.cat(parts, at), scale, first.formats[side]))
-    if made == [None, None]:
+        width = min(form.data.shape[-1] for form in own)  # some may have zeros at the end
+        parts = [form.data if at == -1 else form.data[..., :width] for form in own]
+        scale = torch.cat([form.scale for form in own], at)
+        forms.append(laid_out(torch.cat(parts, at), scale, first.formats[side]))
+    if forms == [None, None]:
         raise ValueError("cat of BlockwiseFP8Tensors that hold no form in common")
-    return _like(first, Operand(*made), shape)
+    return _like(first, Operand(*forms), shape)

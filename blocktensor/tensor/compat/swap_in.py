@@ -1,9 +1,10 @@
-"""Replacement of a parameter's content that keeps the identity of the object."""
+"""Replace the content of a parameter, which keeps its identity; check that it can be replaced."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,6 +24,42 @@ _FP8_ATTRIBUTES = {"_is_param"}.union(
     *(getattr(kind, "__annotations__", ()) for fp8 in _FP8 for kind in fp8.__mro__)
 )
 """Attributes of the FP8 types, which a parameter that leaves such a type must not keep."""
+
+
+def check_swappable(parameter: Tensor, what: str, action: str = "convert") -> None:
+    """Raise RuntimeError unless :func:`swap_in` can exchange the content of ``parameter``.
+
+    These are the conditions of ``torch.utils.swap_tensors``, for checks before anything changes.
+    Weak references to a tensor that is in FP8 already are allowed: only its ``.data`` is set.
+
+    Args:
+        parameter: of a module.
+        what, action: the names of the parameter and of the change, for the error message.
+    """
+    cannot = f"cannot {action} {what} {list(parameter.shape)} in place"
+    if not isinstance(parameter, FP8Base) and weakref.getweakrefs(parameter):
+        raise RuntimeError(
+            f"{cannot}: there are weak references to it (weakref.ref), which would point to other "
+            f"content; drop them first"
+        )
+    if _is_in_use(parameter):
+        raise RuntimeError(
+            f"{cannot}: an autograd graph or a wrapper such as DDP uses it; {action} the model "
+            f"before wrapping it in DDP or FSDP, and not between a forward and its backward: run "
+            f"the backward, or drop what the forward returned (del loss)"
+        )
+
+
+def _is_in_use(parameter: Tensor) -> bool:
+    uses: int = parameter._use_count()  # type: ignore[attr-defined]
+    if uses < 2 or not (parameter.is_leaf and parameter.requires_grad):
+        return uses > 1
+    # The second reference may be its AccumulateGrad node, which is allowed: swap_tensors makes it
+    # raise if a backward reaches it. If it is another one, asking for the node adds a third.
+    edge = torch.autograd.graph.get_gradient_edge(parameter)
+    in_use: bool = parameter._use_count() > 2  # type: ignore[attr-defined]
+    del edge
+    return in_use
 
 
 def swap_in(parameter: Tensor, converted: Tensor) -> None:
@@ -117,7 +154,7 @@ def _clear_error_in_backward(parameter: Tensor) -> Iterator[None]:
 
     ``swap_tensors`` makes the parameter's AccumulateGrad node raise, since its gradient would go to
     the old content. Nothing tells from here whether a graph that holds the node will run backward:
-    that of a loss which is kept for its value will not.
+    the graph of a loss which is kept for its value will not.
     """
     node = None
     if parameter.requires_grad and parameter._use_count() > 1:  # type: ignore[attr-defined]
@@ -134,7 +171,7 @@ def _clear_error_in_backward(parameter: Tensor) -> Iterator[None]:
             f"forward again after"
         )
 
-    handle = node.register_prehook(refuse)  # hooks run in their order: before that of torch
+    handle = node.register_prehook(refuse)  # hooks run in their order: before torch's
     try:
         yield
     except BaseException:

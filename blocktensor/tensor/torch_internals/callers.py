@@ -102,7 +102,7 @@ def converts_a_model() -> bool:
     """Return True if ``nn.Module._apply`` calls, which replaces one parameter after the other.
 
     An error then would leave a model of which some parameters are converted, and a plain result a
-    model whose FP8 is lost for good. So an FP8 weight stays one in every dtype; products refuse it
+    model whose FP8 is lost for good. So an FP8 weight stays one in every dtype; matmuls refuse it
     in those that they cannot cast.
     """
     return any(x.place == APPLY for x in callers())
@@ -121,8 +121,8 @@ def is_saved_by_graph() -> bool:
     These are intermediates of the graph, which have no place in a graph of autograd.
     """
     ours = __name__.partition(".")[0]
-    found = (x for x in callers() if not x.module.startswith((f"{ours}.", "torch._dynamo.")))
-    asks, by = next(found, None), next(found, None)
+    others = (x for x in callers() if not x.module.startswith((f"{ours}.", "torch._dynamo.")))
+    asks, by = next(others, None), next(others, None)
     return (
         asks is not None
         and by is not None
@@ -152,8 +152,8 @@ def address_as_a_name(x: Tensor, asks: Caller) -> int | None:
     """Return what ``x.data_ptr()`` is for a caller that reads no memory there, or None.
 
     - ``Tensor.__deepcopy__`` and ``__reduce_ex__`` tell wrappers by a null pointer.
-    - accelerate's ``prepare`` notes the address of every parameter, to find those of an optimizer
-      again after ``fully_shard``. It gets that of the first bytes.
+    - accelerate's ``prepare`` notes the address of every parameter, to find an optimizer's
+      parameters again after ``fully_shard``. It gets the address of the first bytes.
 
     Raises:
         NotImplementedError: accelerate would send frozen FP8 weights from rank 0 as plain values,

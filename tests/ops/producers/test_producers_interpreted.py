@@ -90,7 +90,7 @@ def test_gradients(activation: ActivationName) -> None:
     for i, formats in enumerate(FORMATS):
         sources = grad, gate, up = three(*SHAPES[i % len(SHAPES)], BF16, seed=i)
         of_gate = computed(activation, "gated gradient", gate, grad, up)
-        of_up = computed(activation, "gated beside", gate, grad)
+        of_up = computed(activation, "gated with gradient", gate, grad)
         made = elements().gated_backward(*sources, activation, *formats)
         check(made[0], of_gate, formats)
         check(made[1], of_up, formats)
@@ -110,7 +110,7 @@ def test_groups(sizes: tuple[int, ...]) -> None:
         check(elements().gated(gate, up, *rest), want, formats, sizes)
         of_gate, of_up = elements().gated_backward(grad, gate, up, *rest)
         check(of_gate, computed("silu", "gated gradient", gate, grad, up), formats, sizes)
-        check(of_up, computed("silu", "gated beside", gate, grad), formats, sizes)
+        check(of_up, computed("silu", "gated with gradient", gate, grad), formats, sizes)
 
 
 @every_activation
@@ -121,7 +121,7 @@ def test_joint_gradients(activation: ActivationName) -> None:
         grad, gate, up = three(130, 256)
         parts = (
             computed(activation, "gated gradient", gate, grad, up),
-            computed(activation, "gated beside", gate, grad),
+            computed(activation, "gated with gradient", gate, grad),
         )
         offs = None if sizes is None else ends(*sizes)
         for formats in FORMATS if sizes is None else FORMATS[:2]:

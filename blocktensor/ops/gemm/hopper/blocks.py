@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
 
 from ...runtime.triton_compat.gluon import reinterpret
-from .products import column_scales, pieces, pin, promote, promote_rows, put, row_scales, start
+from .promotion import column_scales, pieces, pin, promote, promote_rows, put, row_scales, start
 
 
 @gluon.jit

@@ -7,7 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from ...runtime.triton_compat.gluon import async_store
-from .products import halves
+from .promotion import halves
 
 CHUNK = gl.constexpr(32)  # columns of an output buffer
 

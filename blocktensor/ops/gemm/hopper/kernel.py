@@ -12,7 +12,7 @@ from ...runtime.triton_compat import compiler
 from .blocks import block_of_rows, block_of_squares
 from .epilogue import CHUNK, store_wave
 from .pipeline import advance, produce, unknown, work_of
-from .products import column_scales, pieces, raw_layout, row_scales
+from .promotion import column_scales, pieces, raw_layout, row_scales
 
 NEWER_PTXAS = gl.constexpr(compiler.NEWER_PTXAS)
 

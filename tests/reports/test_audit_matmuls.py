@@ -1,4 +1,4 @@
-"""Products of an audit: shapes and FLOPs of every op, tables, notes on weight gradients."""
+"""Matmuls of an audit: shapes and FLOPs of every op, tables, notes on weight gradients."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from blocktensor import BlockwiseFP8Weight, Recipe, audit, audit_step, convert, functional
 from blocktensor.reports import AuditReport
-from blocktensor.reports.audit_products import Product, hides_products, product_of
-from blocktensor.reports.audit_report import AuditedProduct
+from blocktensor.reports.audit_matmuls import Matmul, hides_matmuls, matmul_of
+from blocktensor.reports.audit_report import AuditedMatmul
 from tests.support.models import randn
 
 aten = torch.ops.aten
@@ -31,22 +31,22 @@ OFFS = torch.tensor([8, 32], dtype=torch.int32)
 class Found(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
-        self.products: list[Product] = []
+        self.matmuls: list[Matmul] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        product = product_of(func, args, kwargs or {}, out)
-        self.products += [product] if product else []
+        matmul = matmul_of(func, args, kwargs or {}, out)
+        self.matmuls += [matmul] if matmul else []
         return out
 
 
 def found(run: Callable[[], Any]) -> list[tuple[int, ...]]:
-    """Batch, M, N, K of each product of ``run()``, whose FLOPs are 2 for each of them."""
+    """Batch, M, N, K of each matmul of ``run()``, whose FLOPs are 2 for each of them."""
     with Found() as mode:
         run()
-    for p in mode.products:
+    for p in mode.matmuls:
         assert p.is_attention or p.flops == 2 * p.batch * p.m * p.n * p.k
-    return [p[:4] for p in mode.products]
+    return [p[:4] for p in mode.matmuls]
 
 
 MATRICES: dict[str, tuple[Callable[[], Any], tuple[int, ...]]] = {
@@ -87,7 +87,7 @@ class MoE(nn.Module):
         return F.grouped_mm(h, self.down.mT, offs=offs)
 
 
-def test_grouped_products_in_fp8() -> None:
+def test_grouped_matmuls_in_fp8() -> None:
     """The contraction of wgrad is that of tokens, not of the blocks that they are cast in."""
     model, offs = MoE(), torch.tensor([3, 3, 50], dtype=torch.int32)
     sizes = [
@@ -109,11 +109,11 @@ def test_attention(dtype: torch.dtype) -> None:
     k, v = (torch.ones(2, 4, 10, 16, dtype=dtype, requires_grad=True) for _ in range(2))
     with Found() as mode:
         F.scaled_dot_product_attention(q, k, v).sum().backward()
-    forward, backward = mode.products
+    forward, backward = mode.matmuls
     assert forward[:4] == backward[:4] == (8, 6, 10, 16)
     assert forward.is_attention and backward.is_attention
     assert forward.flops == 2 * 2 * 8 * 6 * 10 * 16  # scores, and scores by values
-    assert backward.flops == 5 * forward.flops / 2  # two products for each of them, scores again
+    assert backward.flops == 5 * forward.flops / 2  # two matmuls for each of them, scores again
 
 
 def test_attention_whose_values_have_another_size() -> None:
@@ -127,30 +127,30 @@ def test_attention_whose_values_have_another_size() -> None:
         (backward, (out, q, k, v), 3 * 16 + 2 * 32),
         (flex, (q, k, v, out), 3 * 16 + 2 * 32),
     ):
-        product = product_of(op, args, {}, out)
-        assert product is not None and product[:4] == (8, 6, 10, 16)
-        assert product.flops == 2 * 8 * 6 * 10 * sizes
+        matmul = matmul_of(op, args, {}, out)
+        assert matmul is not None and matmul[:4] == (8, 6, 10, 16)
+        assert matmul.flops == 2 * 8 * 6 * 10 * sizes
 
 
 def test_layouts_of_attention() -> None:
     q, k = torch.ones(2, 6, 4, 16), torch.ones(2, 10, 4, 16)  # heads after lengths
     efficient = aten._efficient_attention_forward.default
     args: tuple[Any, ...] = (q, k, k, None, None, None, None, None, 0.0, 0)
-    product = product_of(efficient, args, {}, (q,))
-    assert product is not None and product[:4] == (8, 6, 10, 16)
-    assert product.flops == 2 * 2 * 8 * 6 * 10 * 16
+    matmul = matmul_of(efficient, args, {}, (q,))
+    assert matmul is not None and matmul[:4] == (8, 6, 10, 16)
+    assert matmul.flops == 2 * 2 * 8 * 6 * 10 * 16
     # [total, heads, size] of sequences of several lengths: attention stays within each
     q, offsets = torch.ones(6, 4, 16), torch.tensor([0, 2, 6])
     args = (q, q, q, offsets, offsets, 4, 4, 0.0, True, False)
-    product = product_of(aten._flash_attention_forward.default, args, {}, (q,))
-    assert product is not None and product.flops == 2 * 2 * 4 * (2 * 2 + 4 * 4) * 16
+    matmul = matmul_of(aten._flash_attention_forward.default, args, {}, (q,))
+    assert matmul is not None and matmul.flops == 2 * 2 * 4 * (2 * 2 + 4 * 4) * 16
 
 
 def test_an_op_that_has_registered_its_flops() -> None:
     a, one = torch.ones(16, 32, dtype=torch.float8_e4m3fn), torch.ones(())
-    product = product_of(aten._scaled_mm.default, (a, a.t(), one, one), {}, torch.ones(16, 16))
-    assert product is not None
-    assert (product[:4], product.precision) == ((1, 16, 16, 32), "float8_e4m3fn")
+    matmul = matmul_of(aten._scaled_mm.default, (a, a.t(), one, one), {}, torch.ones(16, 16))
+    assert matmul is not None
+    assert (matmul[:4], matmul.precision) == ((1, 16, 16, 32), "float8_e4m3fn")
 
 
 @pytest.mark.parametrize("op", ["relu", "sum", "t"])
@@ -175,7 +175,7 @@ def test_flops_of_a_network_are_those_of_torchs_counter() -> None:
     assert "\nFP8: 0.0% of FLOPs; fp32: * 100.0%\n" in str(report)
 
 
-def test_ops_that_hide_their_products_are_named() -> None:
+def test_ops_that_hide_their_matmuls_are_named() -> None:
     model, x, hidden = nn.Sequential(nn.LSTM(8, 8)), torch.ones(3, 2, 8), "may run matmuls that"
     report = audit_step(model, lambda: torch.cond(x.sum() > 0, lambda x: x @ x.mT, torch.bmm, (x,)))
     assert report.notes == (f"{hidden} are not shown: cond in (model)",)
@@ -211,7 +211,7 @@ def test_which_ops_hide_matmuls(hides: bool) -> None:
     for namespace, names in (HIDING if hides else PLAIN).items():
         for name in names:
             packet = getattr(getattr(torch.ops, namespace), name)
-            assert hides_products(packet.default) == hides, packet
+            assert hides_matmuls(packet.default) == hides, packet
 
 
 class Rotary(nn.Module):
@@ -239,15 +239,15 @@ OUTER: dict[str, tuple[Callable[[Rotary], Any], str]] = {
 def test_outer_products_without_a_parameter_are_explained(name: str) -> None:
     run, note = OUTER[name]
     model = Rotary()
-    (product,) = audit_step(model, lambda: run(model)).entries
-    assert (product.k == 1) == ("columns" not in name)
-    assert product.note == note
-    assert product.attention == (name == "of a batch")
-    assert product.weight == ("fixed" if "buffer" in name else "learned" * ("parameter" in name))
+    (matmul,) = audit_step(model, lambda: run(model)).entries
+    assert (matmul.k == 1) == ("columns" not in name)
+    assert matmul.note == note
+    assert matmul.attention == (name == "of a batch")
+    assert matmul.weight == ("fixed" if "buffer" in name else "learned" * ("parameter" in name))
 
 
-def entry(module: str, flops: int, precision: str = "bf16", **others: object) -> AuditedProduct:
-    return AuditedProduct(module, "forward", 1, 2, 3, 4, precision, flops, **others)  # type: ignore[arg-type]
+def entry(module: str, flops: int, precision: str = "bf16", **others: object) -> AuditedMatmul:
+    return AuditedMatmul(module, "forward", 1, 2, 3, 4, precision, flops, **others)  # type: ignore[arg-type]
 
 
 def test_totals_name_the_largest_groups() -> None:
@@ -281,7 +281,7 @@ def test_layers_alike_are_one_line_with_the_share_of_all() -> None:
     assert_expected_inline(
         str(report),
         """\
-module             product              M x N x K  precision  FLOPs  should be FP8
+module             matmul               M x N x K  precision  FLOPs  should be FP8
 -----------------  -------------------  ---------  ---------  -----  --------------------------
 blocks.*.up (2)    forward              2 x 3 x 4  bf16       20.0%
 blocks.1.up        forward, recomputed  2 x 3 x 4  bf16       10.0%
@@ -315,7 +315,7 @@ def test_weight_gradients_in_high_precision_are_labelled_and_not_marked() -> Non
     assert_expected_inline(
         str(report).partition("\n\n")[0],
         """\
-module  product                            M x N x K     precision  FLOPs
+module  matmul                             M x N x K     precision  FLOPs
 ------  ---------------------------------  ------------  ---------  -----
 0       fprop                              32 x 32 x 32  FP8        13.3%
 2       forward                            32 x 48 x 32  fp32       20.0%

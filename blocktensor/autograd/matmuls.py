@@ -9,8 +9,8 @@
     Grouped   the same for rows of group e of x and g, and expert w[e]
 
 ``Recipe(wgrad_input=...)`` chooses the blocks of x columnwise; with ``"high_precision"`` wgrad
-reads x and g themselves. ``tensor_parallel/products.py`` has the matmuls whose weight several ranks
-share.
+reads x and g themselves. ``tensor_parallel/parallel_matmuls.py`` has the matmuls whose weight
+several ranks share.
 """
 
 from __future__ import annotations
@@ -94,10 +94,10 @@ class Dense:
         if not isinstance(x, BlockwiseFP8Tensor):
             return quantize_forms(x, rowwise, columnwise)
         wanted = rowwise, columnwise
-        for side, held, format in zip(("row", "column"), x.formats, wanted, strict=True):
-            if format is not None and held.block_shape != format.block_shape:
+        for side, own, format in zip(("row", "column"), x.formats, wanted, strict=True):
+            if format is not None and own.block_shape != format.block_shape:
                 raise ValueError(
-                    f"a {side}wise form in {held.name} blocks where an FP8 linear layer reads "
+                    f"a {side}wise form in {own.name} blocks where an FP8 linear layer reads "
                     f"{format.name}: pass the tensor in high precision, or cast gradients with "
                     f"blocktensor.quantize(grad, Recipe.deepseek())"
                 )
@@ -222,7 +222,7 @@ def multiply(
     return gemm(x, w, bias, out_dtype, plan.batch_invariant)
 
 
-def product_of(offs: Tensor | None, rows: Tensor | None) -> Dense:
+def matmul_of(offs: Tensor | None, rows: Tensor | None) -> Dense:
     """Return the grouped matmul of ``rows`` rows if there are ``offs``, else the dense one."""
     return DENSE if offs is None or rows is None else Grouped(offs, rows.shape[0])
 

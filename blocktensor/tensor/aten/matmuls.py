@@ -26,7 +26,7 @@ def _fp8(x: Tensor) -> BlockwiseFP8Tensor | None:
     return x if isinstance(x, BlockwiseFP8Tensor) else None
 
 
-def _product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+def _multiply(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     """Multiply ``a[M, K] b[K, N] (+ bias[N])``: the gemm of a's rowwise and b's columnwise form.
 
     At least one operand is FP8; the other is cast as an activation.
@@ -92,24 +92,24 @@ _OF_MATRICES = _overloads(
 its values."""
 
 
-def _unless_arithmetic(product: Callable[..., Any]) -> Callable[..., Any]:
+def _unless_arithmetic(matmul: Callable[..., Any]) -> Callable[..., Any]:
     """Compute on masters if the op is not a layer's matmul (``tensor/arithmetic.py``)."""
 
-    @functools.wraps(product)
+    @functools.wraps(matmul)
     def run(func: Any, *args: Any, **kwargs: Any) -> Any:
         # with gradients, a gradient of this weight may be recorded elsewhere (DTensor, torch.func)
         if not torch.is_grad_enabled():
             leaves = torch.utils._pytree.tree_leaves((args, kwargs))
             if is_arithmetic([x for x in leaves if isinstance(x, Tensor)]):
                 return on_master(func, args, kwargs)
-        return product(func, *args, **kwargs)
+        return matmul(func, *args, **kwargs)
 
     return run
 
 
 # by its name: transformers may be imported later
 @implements(WEIGHT_OPS, *_OF_LAYERS, "transformers::grouped_mm_fallback")
-def _unsupported_product(func: Any, *args: Any, **kwargs: Any) -> NoReturn:
+def _unsupported_matmul(func: Any, *args: Any, **kwargs: Any) -> NoReturn:
     raise NotImplementedError(
         f"{func} has no FP8 path for BlockwiseFP8Weight yet, and falling back to high precision "
         f"would be silent: use F.linear, torch.mm, torch.matmul or torch.addmm (of a stack of "
@@ -118,26 +118,26 @@ def _unsupported_product(func: Any, *args: Any, **kwargs: Any) -> NoReturn:
     )
 
 
-implements(WEIGHT_OPS, *_OF_MATRICES)(_unless_arithmetic(_unsupported_product))
+implements(WEIGHT_OPS, *_OF_MATRICES)(_unless_arithmetic(_unsupported_matmul))
 
 
 def _of_both(*ops: Any) -> Callable[..., Any]:
     """Enter the implementation of a matmul for both types."""
-    return lambda product: implements(ATEN_OPS, *ops)(implements(WEIGHT_OPS, *ops)(product))
+    return lambda matmul: implements(ATEN_OPS, *ops)(implements(WEIGHT_OPS, *ops)(matmul))
 
 
 @_of_both(aten.mm.default)
 @_unless_arithmetic
 def _mm(func: Any, a: Tensor, b: Tensor) -> Tensor:
     _refuse_untracked(func, a, b)
-    return _product(a, b)
+    return _multiply(a, b)
 
 
 @_of_both(aten.matmul.default)  # composite ops arrive whole under inference_mode
 @_unless_arithmetic
 def _matmul(func: Any, a: Tensor, b: Tensor) -> Tensor:
     if b.ndim != 2:
-        _unsupported_product(func)
+        _unsupported_matmul(func)
     return _mm(func, a.reshape(-1, a.shape[-1]), b).view(*a.shape[:-1], b.shape[1])
 
 
@@ -146,7 +146,7 @@ def _linear(func: Any, x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tens
     _refuse_untracked(func, x, w)
     if isinstance(bias, FP8Base):
         refuse(func)
-    return _product(x.reshape(-1, x.shape[-1]), w.t(), bias).view(*x.shape[:-1], w.shape[0])
+    return _multiply(x.reshape(-1, x.shape[-1]), w.t(), bias).view(*x.shape[:-1], w.shape[0])
 
 
 @_of_both(aten.addmm.default)
@@ -158,19 +158,19 @@ def _addmm(
         return _added(func, bias, a, b, beta=beta, alpha=alpha)
     _refuse_untracked(func, a, b)
     if bias.ndim == 1 and beta == 1 and alpha == 1:
-        return _product(a, b, bias)
-    return _product(a, b).mul_(alpha).add_(bias, alpha=beta)
+        return _multiply(a, b, bias)
+    return _multiply(a, b).mul_(alpha).add_(bias, alpha=beta)
 
 
-_SUMS_OF_PRODUCTS = _overloads("addmm_ baddbmm baddbmm_ addbmm addbmm_ addr addr_")
+_SUMS_OF_MATMULS = _overloads("addmm_ baddbmm baddbmm_ addbmm addbmm_ addr addr_")
 
 
-@_of_both(*_SUMS_OF_PRODUCTS)
+@_of_both(*_SUMS_OF_MATMULS)
 @_unless_arithmetic
 def _added(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Add a matmul of plain tensors to a weight, as arithmetic on the weight."""
     if any(isinstance(x, FP8Base) for x in args[1:]):
-        _unsupported_product(func)
+        _unsupported_matmul(func)
     if isinstance(args[0], BlockwiseFP8Weight):
         out = on_master(func, args, kwargs)
         return computed_weights(out, args) if torch.is_grad_enabled() else out

@@ -17,8 +17,8 @@ aten = torch.ops.aten
 ours = torch.ops.blocktensor
 
 
-class Product(NamedTuple):
-    """The matmul that an op computes; see :class:`~.audit_report.AuditedProduct`.
+class Matmul(NamedTuple):
+    """The matmul that an op computes; see :class:`~.audit_report.AuditedMatmul`.
 
     Attributes:
         is_wgrad: the op computes only weight gradients.
@@ -36,7 +36,7 @@ class Product(NamedTuple):
     is_attention: bool = False
     is_batched: bool = False
 
-    def of_tokens(self, tokens: int) -> Product:
+    def of_tokens(self, tokens: int) -> Matmul:
         """Return the matmul without the columns that casts have added to ``tokens`` of them."""
         return self._replace(k=tokens, flops=2 * self.batch * self.m * self.n * tokens)
 
@@ -76,7 +76,7 @@ _ATTENTION = {
     ),
 }
 
-_HIDE_PRODUCTS = {
+_HIDE_MATMULS = {
     aten._cudnn_rnn,
     aten._cudnn_rnn_backward,
     aten.miopen_rnn,
@@ -89,7 +89,7 @@ _HIDE_PRODUCTS = {
 }
 """Ops with matmuls that no dispatch mode sees."""
 
-_WITHOUT_PRODUCTS = {
+_WITHOUT_MATMULS = {
     "aten",
     "prim",
     "prims",
@@ -119,7 +119,7 @@ def packet_of(func: Any) -> Any:
     return getattr(func, "overloadpacket", func)
 
 
-def product_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Product | None:
+def matmul_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Matmul | None:
     """Return the matmul that ``func(*args, **kwargs)`` computed with result ``out``, if any."""
     packet = packet_of(func)
     left = _LEFT_OPERAND.get(packet)
@@ -139,7 +139,7 @@ def product_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any)
         n = rows.shape[1]
         m = rows.numel() // max(n, 1)
         k = flops // max(2 * m * n, 1) if weight is None else weight.numel() // max(n, 1)
-    return Product(1, m, n, k, _precision(packet, tensors[0]), flops)
+    return Matmul(1, m, n, k, _precision(packet, tensors[0]), flops)
 
 
 def factors(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -160,19 +160,19 @@ def columnwise_data(func: Any, args: Sequence[Any], out: Any) -> list[Tensor]:
     return []
 
 
-def hides_products(func: Any) -> bool:
+def hides_matmuls(func: Any) -> bool:
     """Return True if ``func``, which is no matmul, may run matmuls unseen."""
     packet = packet_of(func)
     if packet in flop_registry:
         return False
-    if isinstance(func, torch._ops.HigherOrderOperator) or packet in _HIDE_PRODUCTS:
+    if isinstance(func, torch._ops.HigherOrderOperator) or packet in _HIDE_MATMULS:
         return True
     if func.namespace == "symm_mem":  # collectives, some of which multiply what they gather
         return "mm" in packet.__name__ or "matmul" in packet.__name__
-    return func.namespace not in _WITHOUT_PRODUCTS
+    return func.namespace not in _WITHOUT_MATMULS
 
 
-def _of_matrices(packet: Any, left: int, args: Sequence[Any], out: Any) -> Product:
+def _of_matrices(packet: Any, left: int, args: Sequence[Any], out: Any) -> Matmul:
     a, b = args[left : left + 2]
     *lead, k = a.shape
     if packet is ours.grouped_gemm_wgrad:
@@ -182,7 +182,7 @@ def _of_matrices(packet: Any, left: int, args: Sequence[Any], out: Any) -> Produ
     n = out.shape[-1] if out.ndim > 1 else 1
     is_batched = a.ndim == b.ndim == 3
     batch = a.shape[0] if is_batched else 1
-    return Product(
+    return Matmul(
         batch,
         m,
         n,
@@ -194,7 +194,7 @@ def _of_matrices(packet: Any, left: int, args: Sequence[Any], out: Any) -> Produ
     )
 
 
-def _of_attention(packet: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Product:
+def _of_attention(packet: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Matmul:
     name = str(packet)
     is_backward = "backward" in name
     # backward ops take the output's gradient first, except for flex attention
@@ -212,7 +212,7 @@ def _of_attention(packet: Any, args: Sequence[Any], kwargs: dict[str, Any], out:
         # scores, and scores by values; in the backward scores again, and four gradients
         sizes = 3 * size + 2 * v.shape[-1] if is_backward else size + v.shape[-1]
         flops = 2 * batch * length * n * sizes
-    return Product(batch, length, n, size, _precision(packet, q), flops, is_attention=True)
+    return Matmul(batch, length, n, size, _precision(packet, q), flops, is_attention=True)
 
 
 def _precision(packet: Any, x: Tensor) -> str:

@@ -27,8 +27,8 @@ from torch import Tensor
 
 from ..autograd.backward import given_out
 from ..autograd.linear import FP8Linear
+from ..autograd.matmuls import Dense, Saved, multiply, saved_of, sum_rows
 from ..autograd.plan import Plan, plan_matmul
-from ..autograd.products import Dense, Saved, multiply, saved_of, sum_rows
 from ..autograd.saved_weight import WeightRead
 from ..ops.cast.ops import quantize_columnwise
 from ..ops.formats import BlockFormat, Quantized
@@ -39,14 +39,14 @@ from .collectives import Pending, Reduction, TokenShards, ready
 from .weight_part import WeightPart, read_part
 
 
-def parallel_linear(x: Tensor, w: Tensor, bias: Tensor | None, product: Dense) -> Tensor:
+def parallel_linear(x: Tensor, w: Tensor, bias: Tensor | None, matmul: Dense) -> Tensor:
     """Return this rank's output of ``x wᵀ + bias``.
 
     Args:
         x: ``[..., K]``, or this rank's part of it.
         w: this rank's part of the FP8 weight ``[N, K]``.
         bias: this rank's part for :class:`Colwise`, the whole bias for :class:`Rowwise`.
-        product: the matmul of this call.
+        matmul: the matmul of this call.
 
     Raises:
         TypeError, ValueError: see :func:`blocktensor.functional.linear`; also for an FP8 input if
@@ -56,10 +56,10 @@ def parallel_linear(x: Tensor, w: Tensor, bias: Tensor | None, product: Dense) -
         plan = plan_matmul(x, w, bias, None)
         if plan.casts_x:
             x = x.to(plan.out_dtype)
-        y: Tensor = FP8Linear.apply(x, w, bias, None, plan, product)
+        y: Tensor = FP8Linear.apply(x, w, bias, None, plan, matmul)
         if x.ndim == 2:
             return y
-        return given_out(y, (*product.output_shape(x.shape)[:-1], y.shape[1]))
+        return given_out(y, (*matmul.output_shape(x.shape)[:-1], y.shape[1]))
 
 
 class _Parallel(Dense):
