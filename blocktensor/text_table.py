@@ -8,7 +8,7 @@ import sys
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
-from itertools import zip_longest
+from itertools import takewhile, zip_longest
 from typing import Any, NamedTuple
 
 # Where a cell may break: after spaces and commas, and between the parts of a name, but not inside
@@ -183,21 +183,40 @@ def collapse(
 
 
 def _names(names: list[str]) -> str:
-    """Summarize names: one pattern for each kind, and children of one parent together."""
+    """Summarize names: one pattern for each kind, and their common parts once."""
     if len(names) == 1:
         return names[0]
     alike: dict[str, list[str]] = {}
     for name in names:
         alike.setdefault(pattern(name), []).append(name)
-    children: dict[str, list[str]] = {}
-    for group in alike.values():
-        parent, dot, last = _common(group).rpartition(".")
-        children.setdefault(parent + dot, []).append(last)
-    parts = [
-        f"{parent}{{{', '.join(last)}}}" if len(last) > 1 and parent else parent + ", ".join(last)
-        for parent, last in children.items()
-    ]
-    return f"{', '.join(parts)} ({len(names)})"
+    patterns = [tuple(_common(group).split(".")) for group in alike.values()]
+    return f"{_in_braces(patterns)} ({len(names)})"
+
+
+def _in_braces(names: Sequence[tuple[str, ...]]) -> str:
+    """Join names, given as parts: ``a.q.w``, ``a.k.w``, ``b`` become ``a.{q, k}.w, b``."""
+    if len(names) == 1:
+        return ".".join(names[0])
+    inside = min(map(len, names)) - 1  # what differs has one part at least
+    first = _equal_parts(names, inside)
+    last = _equal_parts([name[::-1] for name in names], inside - first)
+    groups: dict[str, list[tuple[str, ...]]] = {}
+    for name in names:
+        middle = name[first : len(name) - last]
+        groups.setdefault(middle[0], []).append(middle)
+    joined = ", ".join(
+        _in_braces(group) if len(groups) > 1 else ", ".join(map(".".join, group))
+        for group in groups.values()
+    )
+    if not first + last:
+        return joined
+    return ".".join((*names[0][:first], f"{{{joined}}}", *names[0][len(names[0]) - last :]))
+
+
+def _equal_parts(names: Sequence[tuple[str, ...]], most: int) -> int:
+    """Return how many parts, ``most`` at most, all names begin with."""
+    parts = zip(*(name[:most] for name in names), strict=True)
+    return sum(1 for _ in takewhile(lambda part: len(set(part)) == 1, parts))
 
 
 def pattern(name: str) -> str:

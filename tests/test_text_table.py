@@ -69,11 +69,29 @@ def test_rows_that_differ_in_names_only_are_joined() -> None:
     rows += [("h.0.k", "32x64"), ("head", "64x64"), ("h.1.k", "32x64"), ("tail", "64x64")]
     rows += [("alone1", "1x1")]
     assert collapse(rows, across=True) == [
-        ("h.*.{q, o}, h.*.mlp.gate, head, tail (8)", "64x64"),
+        ("h.*.{q, o, mlp.gate}, head, tail (8)", "64x64"),
         ("h.*.k (2)", "32x64"),
         ("alone1", "1x1"),
     ]
     assert collapse([], across=True) == []
+
+
+@pytest.mark.parametrize(
+    ("names", "joined"),
+    [
+        ("a.q.w a.k.w b", "a.{q, k}.w, b (3)"),
+        ("m.0.attn.q.lora m.0.attn.k.lora m.0.mlp.up.lora", "m.0.{attn.{q, k}, mlp.up}.lora (3)"),
+        ("m.0.q.lora m.1.q.lora m.0.k.lora", "m.{*.q, 0.k}.lora (3)"),
+        ("a a.b", "a, a.b (2)"),
+        ("a.b a.b.c a.b.c.d", "a.{b, b.c, b.c.d} (3)"),
+        ("a.x.b b", "a.x.b, b (2)"),
+        ("x.w y.w", "{x, y}.w (2)"),
+        ("a.a a.b.a", "a.{a, b.a} (2)"),
+    ],
+)
+def test_common_parts_of_names_are_said_once(names: str, joined: str) -> None:
+    ((name, _),) = collapse([(name, "") for name in names.split()], across=True)
+    assert name == joined
 
 
 def test_human_bytes() -> None:

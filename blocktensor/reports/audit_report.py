@@ -179,7 +179,7 @@ class AuditReport(Report):
             (*cells, f"{flops / max(self.flops, 1):.1%}", reason)
             for *cells, flops, reason in collapse(map(_cells, entries), add=4)
         ]
-        header = ("module", "product", "M x N x K", "precision", "FLOPs", "should be FP8")
+        header = ("module", "matmul", "M x N x K", "precision", "FLOPs", "should be FP8")
         columns = len(header) if self.marked else len(header) - 1
         return Table(header[:columns], [row[:columns] for row in rows])
 

@@ -82,7 +82,7 @@ class Explanation(Report):
             return ["no FP8 layers: convert the model first with blocktensor.convert(model)"]
         cells = ((p.layer, p.kind, p.sizes, p.backend, p.reason) for p in self.products)
         rows = collapse(cells, across=True)
-        header = ("layer", "product", "M x N x K", "backend", "why")
+        header = ("layer", "matmul", "M x N x K", "backend", "why")
         parts: list[Table | str] = [Table(header, rows)]
         if self.layers:
             parts += "", self._times(), WHOLE_STEPS

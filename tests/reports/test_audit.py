@@ -52,7 +52,7 @@ def test_table(device: torch.device) -> None:
     assert_expected_inline(
         str(report).partition("\n\n")[0],
         """\
-module             product   M x N x K      precision  FLOPs
+module             matmul    M x N x K      precision  FLOPs
 -----------------  --------  -------------  ---------  -----
 blocks.*.up (2)    fprop     12 x 192 x 64  FP8        15.6%
 blocks.*.up (2)    dgrad     12 x 64 x 192  FP8        15.6%

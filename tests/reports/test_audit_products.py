@@ -281,7 +281,7 @@ def test_layers_alike_are_one_line_with_the_share_of_all() -> None:
     assert_expected_inline(
         str(report),
         """\
-module             product              M x N x K  precision  FLOPs  should be FP8
+module             matmul               M x N x K  precision  FLOPs  should be FP8
 -----------------  -------------------  ---------  ---------  -----  --------------------------
 blocks.*.up (2)    forward              2 x 3 x 4  bf16       20.0%
 blocks.1.up        forward, recomputed  2 x 3 x 4  bf16       10.0%
@@ -315,7 +315,7 @@ def test_weight_gradients_in_high_precision_are_labelled_and_not_marked() -> Non
     assert_expected_inline(
         str(report).partition("\n\n")[0],
         """\
-module  product                            M x N x K     precision  FLOPs
+module  matmul                             M x N x K     precision  FLOPs
 ------  ---------------------------------  ------------  ---------  -----
 0       fprop                              32 x 32 x 32  FP8        13.3%
 2       forward                            32 x 48 x 32  fp32       20.0%

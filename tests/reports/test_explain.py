@@ -123,7 +123,7 @@ def test_layers_alike_are_one_line() -> None:
         model = nn.ModuleDict({"layers": nn.ModuleList(layer() for _ in range(2))})
     explained = explain(model.apply(to_blockwise_fp8_weights))
     table = str(explained).splitlines()[2:]
-    assert table[0].split("  ")[0] == "layers.*.attn.q, layers.*.mlp.{gate, up} (6)"
+    assert table[0].split("  ")[0] == "layers.*.{attn.q, mlp.{gate, up}} (6)"
     assert [line.split("  ")[0] for line in table[3:]] == ["layers.*.attn.k (2)"] * 3
     assert explained.backends == ("reference",)  # as for its device
 
@@ -205,20 +205,20 @@ def test_a_plan_without_a_gpu() -> None:
     assert_expected_inline(
         str(explain(model, tokens=4096, device="H100")),
         """\
-layer                product  M x N x K                     backend  why
--------------------  -------  ----------------------------  -------  -------------------------------
-layers.*.q (2)       fprop    4096 x 2048 x 2048            gluon    256x128 tiles, predicted 30 us
-layers.*.q (2)       dgrad    4096 x 2048 x 2048            gluon    256x128 tiles, predicted 30 us
-layers.0.q           wgrad    2048 x 2048 x 4096            gluon    256x128 tiles, predicted 24 us
-layers.*.up (2)      fprop    4096 x 8192 x 2048            gluon    256x128 tiles, predicted 120 us
-layers.*.up (2)      dgrad    4096 x 2048 x 8192            gluon    256x128 tiles, predicted 108 us
-layers.*.up (2)      wgrad    8192 x 2048 x 4096            gluon    256x128 tiles, predicted 112 us
-layers.*.down (2)    fprop    4096 x 2048 x 8192            gluon    256x128 tiles, predicted 108 us
-layers.*.down (2)    dgrad    4096 x 8192 x 2048            gluon    256x128 tiles, predicted 120 us
-layers.*.down (2)    wgrad    2048 x 8192 x 4096            gluon    256x128 tiles, predicted 112 us
-layers.1.experts.w1  fprop    4096 x 512 x 256 in 4 groups  gluon    64x128 tiles
-layers.1.experts.w1  dgrad    4096 x 256 x 512 in 4 groups  gluon    128x128 tiles
-layers.1.experts.w1  wgrad    512 x 256 x 4096 in 4 groups  gluon    128x128 tiles
+layer                matmul  M x N x K                     backend  why
+-------------------  ------  ----------------------------  -------  -------------------------------
+layers.*.q (2)       fprop   4096 x 2048 x 2048            gluon    256x128 tiles, predicted 30 us
+layers.*.q (2)       dgrad   4096 x 2048 x 2048            gluon    256x128 tiles, predicted 30 us
+layers.0.q           wgrad   2048 x 2048 x 4096            gluon    256x128 tiles, predicted 24 us
+layers.*.up (2)      fprop   4096 x 8192 x 2048            gluon    256x128 tiles, predicted 120 us
+layers.*.up (2)      dgrad   4096 x 2048 x 8192            gluon    256x128 tiles, predicted 108 us
+layers.*.up (2)      wgrad   8192 x 2048 x 4096            gluon    256x128 tiles, predicted 112 us
+layers.*.down (2)    fprop   4096 x 2048 x 8192            gluon    256x128 tiles, predicted 108 us
+layers.*.down (2)    dgrad   4096 x 8192 x 2048            gluon    256x128 tiles, predicted 120 us
+layers.*.down (2)    wgrad   2048 x 8192 x 4096            gluon    256x128 tiles, predicted 112 us
+layers.1.experts.w1  fprop   4096 x 512 x 256 in 4 groups  gluon    64x128 tiles
+layers.1.experts.w1  dgrad   4096 x 256 x 512 in 4 groups  gluon    128x128 tiles
+layers.1.experts.w1  wgrad   512 x 256 x 4096 in 4 groups  gluon    128x128 tiles
 
 predicted, forward + backward  bf16, us  FP8, us  in CUDA graphs  eager
 -----------------------------  --------  -------  --------------  -----
