@@ -33,16 +33,17 @@ class Table(NamedTuple):
         return "\n".join((*head, rule, *(line for lines in body for line in lines)))
 
     def html(self) -> str:
-        """Return the table as HTML, without styles, which notebooks add."""
+        """Return the table as HTML; notebooks style it, but would put all cells to the right."""
         head, *body = (
             "<tr>"
-            + "".join(f"<{tag}>{escape(str(cell), quote=False)}</{tag}>" for cell in row)
+            + "".join(f'<{tag} style="text-align: left">{_escaped(cell)}</{tag}>' for cell in row)
             + "</tr>"
             for tag, rows in (("th", [self.header]), ("td", self.rows))
             for row in rows
         )
         lines = "\n".join(body)
-        return f"<table>\n<thead>{head}</thead>\n<tbody>\n{lines}\n</tbody>\n</table>"
+        style = 'style="margin-bottom: 1em"'
+        return f"<table {style}>\n<thead>{head}</thead>\n<tbody>\n{lines}\n</tbody>\n</table>"
 
 
 class Report:
@@ -59,7 +60,7 @@ class Report:
 
     def _repr_html_(self) -> str:
         return "\n".join(
-            part.html() if isinstance(part, Table) else f"<p>{escape(part, quote=False)}</p>"
+            part.html() if isinstance(part, Table) else f"<p>{_escaped(part)}</p>"
             for part in self._parts()
             if part
         )
@@ -72,6 +73,10 @@ class Report:
         """
         values: dict[str, Any] = plain(self)
         return values
+
+
+def _escaped(text: object) -> str:
+    return escape(str(text), quote=False)
 
 
 def terminal_width() -> int | None:
