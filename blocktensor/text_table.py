@@ -106,7 +106,7 @@ def _widths(cells: Sequence[Sequence[str]], limit: int | None) -> list[int]:
         return widths
     least = [max(len(x.rstrip()) for cell in c for x in BREAK.split(cell)) for c in columns]
     # Headers break first: that costs a line in all, and a cell that breaks a line in its row.
-    with_cells = [max(n, *map(len, c[1:])) for n, c in zip(least, columns, strict=True)]
+    with_cells = [max([n, *map(len, c[1:])]) for n, c in zip(least, columns, strict=True)]
     for floors in (with_cells, least):
         while _row_width(widths) > limit and widths != floors:
             widest = max((w, i) for i, w in enumerate(widths) if w > floors[i])[1]

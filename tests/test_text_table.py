@@ -142,6 +142,9 @@ header
 ----------  ------------------
 1           model.layers.0.mlp""",
     )
+    assert str(Table(("a long header", "and another one"), [])).splitlines()[0].endswith("one")
+    monkeypatch.setattr(text_table, "terminal_width", lambda: 10)
+    assert str(Table(("a long header", "n"), [])) == "a long   n\nheader\n-------  -"
 
 
 @pytest.mark.parametrize("width", [1, 20, 40, 80, 110, 400])
