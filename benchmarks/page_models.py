@@ -163,11 +163,15 @@ def hf_llama(content: Content, page: Path) -> list[str]:
     )
 
 
-_POPULAR = {
-    "fp8": "`convert`",
-    "fp8, every layer": "`skip_small=False`",
-    "fp8, every layer, fused": "and `fuse`",
-}
+_IN_BRIEF = (
+    "Qwen3-0.6B",
+    "Llama-3.2-1B",
+    "Qwen3-4B",
+    "Llama-3.1-8B",
+    "Llama-3.1-70B",
+    "Qwen3-30B-A3B",
+)
+_POPULAR = {"fp8": "`convert`", "fp8, fused": "and `fuse`"}
 
 
 def _not_measured(content: Content) -> str:
@@ -184,12 +188,12 @@ def popular(content: Content, page: Path) -> list[str]:
     for model, tokens in dict.fromkeys((row["model"], row["tokens"]) for row in content["rows"]):
         of = {r["variant"]: r for r in select(content["rows"], {"model": model, "tokens": tokens})}
         speeds = (times(of[v].get(f"{mode}_speedup")) for v in _POPULAR for mode in modes)
-        made.append((model, f"{tokens:,}", f"{of['fp8']['converted']:.0%}", *speeds))
+        made.append((model, f"{tokens:,}", *speeds))
     titles = (f"{name}, {_MODES[mode]}" for name in _POPULAR.values() for mode in modes)
     return section(
         "**Layers of popular models** of transformers, forward + backward, speed over bf16 in the "
-        "same mode; `convert` leaves small layers in bf16, `skip_small=False` none:",
-        ("", "tokens", "converted by default", *titles),
+        "same mode; linear layers of every size converted (`skip_small=False`):",
+        ("", "tokens", *titles),
         made,
         content,
         _not_measured(content),
@@ -197,19 +201,18 @@ def popular(content: Content, page: Path) -> list[str]:
 
 
 def popular_in_brief(content: Content, page: Path) -> list[str]:
-    """Layers of popular models, in eager mode: a row for each model."""
-    counts, variants = (1024, 4096), ("fp8", "fp8, every layer, fused")
+    """Layers of some of the models, in eager mode: a row for each model."""
+    counts = 1024, 4096
     rows = []
-    for model in dict.fromkeys(row["model"] for row in content["rows"]):
+    measured = {row["model"] for row in content["rows"]}
+    for model in filter(measured.__contains__, _IN_BRIEF):
         of = {(r["tokens"], r["variant"]): r for r in select(content["rows"], {"model": model})}
-        found = (of.get((count, variant)) for count in counts for variant in variants)
+        found = (of.get((count, variant)) for count in counts for variant in _POPULAR)
         rows.append((model, *(times(None if r is None else r["eager_speedup"]) for r in found)))
-    titles = (
-        f"{count:,} tokens, {how}" for count in counts for how in ("`convert`", "all, `fuse`")
-    )
+    titles = (f"{count:,} tokens, {how}" for count in counts for how in _POPULAR.values())
     return section(
-        "**Layers of popular models** of transformers, forward + backward, eager, over bf16; with "
-        "all layers converted (`skip_small=False`) and `fuse`:",
+        "**Layers of popular models** of transformers, forward + backward, eager, over bf16; "
+        "linear layers of every size converted (`skip_small=False`):",
         ("", *titles),
         rows,
         content,
@@ -295,25 +298,6 @@ def _small(rows: Sequence[Row]) -> list[str]:
 
 def _layer_name(row: Row) -> str:
     return f"{row['experts']} experts of {row['dim']} x {row['hidden']}, {row['tokens']} tokens"
-
-
-def experts_in_brief(content: Content, page: Path) -> list[str]:
-    """Training steps of whole models with experts, unfused and fused, in a table."""
-    models = [row for row in content["rows"] if row["what"] not in ("layer", "small layer")]
-    rows = []
-    for size in dict.fromkeys(map(_layer_name, models)):
-        of_size = [row for row in models if _layer_name(row) == size]
-        speeds = (
-            next((times(r["speedup"]) for r in of_size if r["variant"] == variant), "–")
-            for variant in ("fp8", "fp8, fused")
-        )
-        rows.append((f"{of_size[0]['what']}, {size}", *speeds))
-    return section(
-        "**A mixture of experts**, training steps with AdamW, eager, over bf16:",
-        ("", "`convert`", "`convert` and `fuse`"),
-        rows,
-        content,
-    )
 
 
 def fsdp2(content: Content, page: Path) -> list[str]:

@@ -9,10 +9,8 @@ from .page_parts import (
     Content,
     image,
     not_installed,
-    on_cards,
     section,
     shape_of,
-    source,
     table,
     times,
     wrapped,
@@ -106,31 +104,6 @@ def _roofline(content: Content) -> list[str]:
         ),
         "",
     ]
-
-
-def linear_in_brief(content: Content, page: Path) -> list[str]:
-    """The smallest and largest speed-up of layers in each mode, on every card."""
-    modes = {"eager": "eager_speedup", "CUDA graphs": "graph_speedup"}
-    by_card = on_cards("linear", content)
-    body = []
-    for card, found in by_card.items():
-        cells = [card]
-        for column in modes.values():
-            rows = sorted((r for r in found["rows"] if column in r), key=lambda r: r[column])
-            cells.append(" to ".join(f"{times(r[column])} ({shape_of(r)})" for r in ends_of(rows)))
-        body.append(cells)
-    return [
-        "**Linear layers**, tokens x (out x in), forward + backward, over bf16 in the same mode:",
-        "",
-        *table(("", *modes), body),
-        "",
-        " ".join(source(found) for found in by_card.values()),
-    ]
-
-
-def ends_of(rows: Sequence[Row]) -> Sequence[Row]:
-    """Return the first and the last of the rows, where there are several."""
-    return [rows[0], rows[-1]] if len(rows) > 1 else rows
 
 
 def gemm(content: Content, page: Path) -> list[str]:

@@ -100,8 +100,6 @@ README = Page(
     {
         "block": page_models.block_on_cards,
         "popular": page_models.popular_in_brief,
-        "linear": page_ops.linear_in_brief,
-        "experts": page_models.experts_in_brief,
         "fsdp2": page_models.fsdp2_in_brief,
     },
     cards=results.CARDS[:1],

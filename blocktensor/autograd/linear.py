@@ -90,7 +90,7 @@ def _matmul(
             return known
     plan = plan_matmul(x, w, bias, recipe, offs)
     if plan.serves_all and plan.records_forward:
-        of_backward = _dgrad_and_wgrad if plan.records_backward else None
+        of_backward = _backward if plan.records_backward else None
         known = repeat.remember(operands, plan, _fprop, of_backward)
         if known is not None:
             return known
@@ -242,14 +242,14 @@ def _fprop(
 
 
 @sequence(0)
-def _dgrad_and_wgrad(
-    grad: Tensor, x: Quantized, w: Quantized, offs: Tensor | None, plan: Plan
-) -> tuple[Tensor, Tensor]:
-    """Return ``dx = grad w`` and ``dw = gradᵀ x``, of columnwise forms."""
+def _backward(
+    grad: Tensor, x: Quantized | None, w: Quantized, offs: Tensor | None, plan: Plan
+) -> tuple[Tensor, Tensor | None]:
+    """Return ``dx = grad w``, and ``dw = gradᵀ x`` unless x is None, of columnwise forms."""
     product = product_of(offs, grad)
-    g_row, g_col = product.forms(grad, plan.format, plan.format)
+    g_row, g_col = product.forms(grad, plan.format, None if x is None else plan.format)
     dx = product.dgrad(g_row, w, plan)
-    return dx, product.wgrad(g_col, x, plan)
+    return dx, None if x is None else product.wgrad(g_col, x, plan)
 
 
 def _gradients_of_context(
@@ -305,15 +305,10 @@ def _gradients(
         return dx, dw, product.finish(None, dbias, plan)[1]
 
     x: Any = product.wgrad_input((x_data, x_scale), plan) if needs_dw else None
-    if (
-        plan.records_backward
-        and needs_dx
-        and needs_dw
-        and not is_own
-        and isinstance(weight[0], BlockwiseFP8Weight)
-    ):
+    if plan.records_backward and needs_dx and not is_own:
         w_col = read.columnwise(weight, True)
-        dx, dw = _dgrad_and_wgrad(grad, x, w_col, offs, plan)
+        assert w_col is not None
+        dx, dw = _backward(grad, x, w_col, offs, plan)
         return product.finish(dx, dbias, plan)[0], dw, dbias
     if plan.tracing and not is_own and not plan.saves_x:
         dx, dw = product.traced_backward(grad, x, read, weight if needs_dx else (), plan)

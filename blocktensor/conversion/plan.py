@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -65,8 +64,6 @@ def decide(matrices: Sequence[Matrix], choices: Choices) -> None:
         tied[id(matrix.parameter)].append(matrix)
     for group in tied.values():
         _decide_on(group, choices)
-    for first, why in _small_on_average(matrices, choices).items():
-        _conclude(tied[id(first.parameter)], first, {first: why})
 
 
 def _decide_on(tied: Sequence[Matrix], choices: Choices) -> None:
@@ -140,7 +137,7 @@ def _why_small(linear: Matrix, choices: Choices) -> str | None:
     is_stack, gpu = linear.is_stack, gpu_of(linear.parameter.device)
     # a parallel linear layer is judged whole
     _, n, k = linear.sizes_here if is_stack else linear.sizes
-    thresholds = _thresholds(choices)
+    thresholds = choices.small if isinstance(choices.small, MinSizes) else MinSizes()
     is_slow = choices.small is True and gpu is not None and is_portable(gpu, is_stack)
     if is_slow and is_stack:
         return f"{NO_FAST_PATH}: experts are slower than bf16 (skip_small)"
@@ -152,34 +149,6 @@ def _why_small(linear: Matrix, choices: Choices) -> str | None:
     small = (thresholds.experts() if is_stack else thresholds).undercut(n, k)
     before = f"{NO_FAST_PATH}: " if is_slow else ""
     return f"{before}small: {' and '.join(small)} (skip_small)" if small else None
-
-
-def _thresholds(choices: Choices) -> MinSizes:
-    return choices.small if isinstance(choices.small, MinSizes) else MinSizes.measured()
-
-
-def _small_on_average(matrices: Sequence[Matrix], choices: Choices) -> dict[Matrix, str]:
-    """Return the chosen linear layers to skip so that the others are large on average.
-
-    Linear layers of one size are left together.
-    """
-    if choices.small is False:
-        return {}
-    least = _thresholds(choices).mean
-    sizes = {
-        matrix: math.prod(matrix.parameter.shape)
-        for matrix in matrices
-        if matrix.is_chosen
-        and matrix.parameter.ndim == 2  # not a lazy one, which has one dimension
-        and matrix.fp8 is None
-    }
-    left: dict[Matrix, str] = {}
-    while sizes and (mean := sum(sizes.values()) / len(sizes)) < least:
-        smallest = min(sizes.values())
-        why = f"small: linear layers with N K >= {smallest} have {mean:.0f} on average < {least}"
-        left |= {x: f"{why} (skip_small)" for x, size in sizes.items() if size == smallest}
-        sizes = {x: size for x, size in sizes.items() if size > smallest}
-    return left
 
 
 def is_to_be_cast(matrix: Matrix, recipe: Recipe | None) -> bool:

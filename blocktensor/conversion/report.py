@@ -18,12 +18,10 @@ class MinSizes:
 
     A stack of experts ``[E, N, K]`` is skipped if N < expert_n, K < expert_k or N K < expert_size.
 
-    The smallest linear layers are skipped, too, until the others have N K >= mean on average: in
-    eager mode an FP8 linear layer takes more host time than a bf16 one, and only large layers save
-    more than that.
-
-    The defaults come from ``python -m benchmarks small`` on an H200: from these sizes on, FP8 is
-    faster in CUDA graphs at 4096 tokens, in eager mode at 16384 (docs/experiments/host_time.md).
+    The defaults come from ``python -m benchmarks popular`` and ``linear`` on an H200, 4096 tokens:
+    linear layers of these sizes are faster in CUDA graphs (2048 x 2048: 1.20 of bf16's speed), and
+    models whose larger ones reach them are in eager mode, or break even where the host is slow
+    (docs/experiments/host_time.md).
     The defaults for experts come from ``python -m benchmarks experts``: from these sizes on, a
     layer's kernels take less time from 512 tokens an expert on, and its eager steps from 65,536
     tokens in all on. A conversion does not know the number of tokens.
@@ -42,16 +40,6 @@ class MinSizes:
     expert_n: int = 256
     expert_k: int = 256
     expert_size: int = 2048 * 768
-    mean: int = 0
-
-    @classmethod
-    def measured(cls) -> MinSizes:
-        """Return the sizes of ``skip_small=True``: at 4096 tokens a model is faster in eager mode.
-
-        With the slowest host that we measured, a linear layer of 4096 x 4096 is faster than bf16,
-        and one of 7168 x 2048 runs at 0.96 of bf16's speed (``python -m benchmarks linear``).
-        """
-        return cls(mean=4096 * 4096)
 
     @classmethod
     def portable(cls) -> MinSizes:
@@ -61,7 +49,7 @@ class MinSizes:
         7168 x 2048 at 1.07, 4096 x 4096 at 1.10; sizes that are no multiples of 128 are slower
         (10944 x 2048: 0.92).
         """
-        return cls(size=3 * 2048 * 2048, mean=4096 * 4096)
+        return cls(size=3 * 2048 * 2048)
 
     def experts(self) -> MinSizes:
         """Return the sizes for stacks of experts, by which one grouped matmul multiplies."""

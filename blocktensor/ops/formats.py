@@ -74,8 +74,12 @@ def padded_rows(rows: int) -> int:
     return ceil_div(rows, ROW_STEP) * ROW_STEP
 
 
-GROUP_STEP = 256
-"""Casts of rows in groups have a multiple of this number of rows, so that few sizes occur."""
+GROUP_STEP = 1024
+"""Casts of rows in groups have a multiple of this number of rows, so that few sizes occur.
+
+The ranks of expert parallelism get other numbers of rows at every step. With steps of 256, a rank
+with 65,536 rows recorded 15 calls a step, 2 ms each, in its first hundred steps.
+"""
 
 
 def group_rows(rows: int) -> int:

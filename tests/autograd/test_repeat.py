@@ -106,10 +106,32 @@ def test_other_rows_that_make_another_kind(rows: str) -> None:
 
 def test_a_frozen_weight_is_another_kind() -> None:
     functional.linear(randn(9, K, grad=True), weight())
+    assert not is_known(randn(9, K, grad=True), frozen_weight())
+
+
+def frozen_weight() -> Tensor:
     module = nn.Linear(K, N, bias=False, dtype=BF16)
     module.weight = nn.Parameter(weight())
     freeze(module)
-    assert not is_known(randn(9, K, grad=True), module.weight)
+    return module.weight
+
+
+@pytest.mark.parametrize("kind", ["frozen", "trained"])
+def test_the_gradient_of_x_alone_needs_no_python(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Any] = []
+    of_python = linear.repeat._gradients
+    monkeypatch.setattr(
+        linear.repeat, "_gradients", lambda *args: made.append(args) or of_python(*args)
+    )
+    w = frozen_weight() if kind == "frozen" else weight()
+    x, grad = randn(3, 11, K, grad=True), randn(3, 11, N, seed=1)
+    found = [torch.autograd.grad(functional.linear(x, w), x, grad) for _ in range(3)]
+    assert made == []
+    with watching(lambda *_: None):
+        wanted = torch.autograd.grad(functional.linear(x, w), x, grad)
+    assert all(torch.equal(each[0], wanted[0]) for each in found)
 
 
 def test_modes_make_other_kinds() -> None:

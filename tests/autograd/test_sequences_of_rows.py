@@ -149,7 +149,7 @@ def test_linear_layers(k: int) -> None:
         return matrix(rows, N), x, empty_quantized((k, N), plan.weight_format, CPU), None, plan
 
     assert_same(linear._fprop._function, forward, 0b11)
-    assert_same(linear._dgrad_and_wgrad._function, backward, 0b1)
+    assert_same(linear._backward._function, backward, 0b1)
 
 
 @pytest.mark.usefixtures("planned")

@@ -218,7 +218,6 @@ POPULAR = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:no weight of this .* is in FP8")
 @pytest.mark.parametrize("family", POPULAR)
 def test_layers_of_popular_models(family: str) -> None:
     pytest.importorskip("transformers")
@@ -228,12 +227,30 @@ def test_layers_of_popular_models(family: str) -> None:
         model = popular.make_model(name, of, "cpu")
         popular.step(model, tokens)()
         assert all(p.grad is not None for p in model.parameters())
-        found.append((popular.share_converted(model), len(fused_norms(model))))
-    none, few, every, fused = found
-    assert none == few == (0, 0)
-    assert every[0] > 0.4  # of the weights, the head's are the others
-    norms = {"Qwen3": 4, "Llama": 2, "Qwen3Moe": 3}
-    assert fused == (every[0], norms[family])
+        weights = [p for p in model.parameters() if isinstance(p, BlockwiseFP8Weight)]
+        found.append((len(weights), len(fused_norms(model))))
+    of_layers = 6 if family == "Qwen3Moe" else 7
+    norms = {"Qwen3": 4, "Llama": 2, "Qwen3Moe": 3}[family]
+    assert found == [(0, 0), (of_layers, 0), (of_layers, norms)]
+
+
+def test_captured_attention_gets_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    utils = pytest.importorskip("transformers.masking_utils")
+    model = popular.make_model("bf16", popular.Model("Llama", 128, 256, 2, 1, layers=1), "cpu")
+    tokens = torch.arange(32).view(2, 16)
+    eager = model(tokens).logits
+    monkeypatch.setattr(utils, "is_tracing", lambda tensor: True)  # as while a stream is captured
+    masks = []
+    monkeypatch.setitem(
+        utils.ALL_MASK_ATTENTION_FUNCTIONS._global_mapping,
+        "sdpa",
+        lambda **given: masks.append(utils.sdpa_mask(**given)) or masks[-1],
+    )
+    model(tokens)
+    assert masks.pop() is not None  # what `causal_attention` avoids
+    with popular.causal_attention(model):
+        assert torch.equal(model(tokens).logits, eager)
+    assert masks == []
 
 
 MEMORY = Shape(dim=256, hidden=640, heads=4, kv_heads=2)

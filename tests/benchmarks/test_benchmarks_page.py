@@ -167,7 +167,7 @@ def test_missing_results_are_named_and_the_rest_is_drawn(
     assert sorted(p.name for p in (tmp_path / "plots").iterdir()) == sorted(drawn)
 
 
-def popular_rows(model: str, tokens: int, converted: float, *speeds: float) -> list[Row]:
+def popular_rows(model: str, tokens: int, *speeds: float) -> list[Row]:
     """Rows of a model: eager and captured speeds of bf16 and of each variant."""
     pairs = zip((1.0, *speeds[::2]), (1.0, *speeds[1::2]), strict=True)
     return [
@@ -175,7 +175,6 @@ def popular_rows(model: str, tokens: int, converted: float, *speeds: float) -> l
             "model": model,
             "tokens": tokens,
             "variant": variant,
-            "converted": converted,
             "eager_speedup": eager,
             "graphs_speedup": graphs,
         }
@@ -186,9 +185,9 @@ def popular_rows(model: str, tokens: int, converted: float, *speeds: float) -> l
 def test_popular_models_of_a_run_that_was_stopped(tmp_path: Path) -> None:
     first, second, *others = popular.MODELS
     rows = [
-        *popular_rows(first, 1024, 0.0, 1.0, 1.0, 0.98, 1.02, 1.26, 1.31),
-        *popular_rows(first, 16384, 0.0, 1.0, 1.0, 1.04, 1.03, 1.54, 1.35),
-        *popular_rows(second, 4096, 0.823, 1.15, 1.12, 1.18, 1.14, 1.48, 1.33),
+        *popular_rows(first, 1024, 0.98, 1.02, 1.26, 1.31),
+        *popular_rows(first, 16384, 1.04, 1.03, 1.54, 1.35),
+        *popular_rows(second, 4096, 1.15, 1.12, 1.48, 1.33),
     ]
     written = results.write("popular", rows, tmp_path, environment={"backward": results.AUTOGRAD})
     content = results.load("popular", tmp_path)
@@ -196,10 +195,10 @@ def test_popular_models_of_a_run_that_was_stopped(tmp_path: Path) -> None:
     assert content["environment"]["backward"] == results.AUTOGRAD
     in_brief = "\n".join(page_models.popular_in_brief(content, written)).splitlines()
     assert [line for line in in_brief if line.startswith(("| Q", "| L"))] == [
-        f"| {first} | 1.00x | 1.26x | – | – |",
+        f"| {first} | 0.98x | 1.26x | – | – |",
         f"| {second} | – | – | 1.15x | 1.48x |",
     ]
     whole = "\n".join(page_models.popular(content, written))
-    assert f"| {first} | 16,384 | 0% | 1.00x | 1.00x | 1.04x | 1.03x | 1.54x | 1.35x |" in whole
+    assert f"| {first} | 16,384 | 1.04x | 1.03x | 1.54x | 1.35x |" in whole
     for text in (whole, "\n".join(in_brief)):
         assert f"not measured: {', '.join(others)}" in text.replace("\n", " ")

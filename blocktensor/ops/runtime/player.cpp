@@ -82,7 +82,7 @@ void check(CUresult result, const char* what) {
 // ---------------------------------------------------------------------------------------------
 // Keys: everything that a call gets
 
-constexpr Word kGroupStep = 256;  // GROUP_STEP of ops/formats.py
+constexpr Word kGroupStep = 1024;  // GROUP_STEP of ops/formats.py
 constexpr Word kRowStep = 64;  // ROW_STEP of ops/formats.py
 constexpr Word kRowsOfCall = -1;  // stands for a first size that is the number of rows of the call
 
@@ -999,7 +999,7 @@ struct Functions {
 struct Plan {  // Plan of autograd/plan.py, as far as it is read here; only `plan` if not linear
   py::object plan;
   py::object fprop;     // (x, None, w, bias, offs, plan) -> (y, columnwise x, columnwise w)
-  py::object backward;  // (grad, x, w, offs, plan) -> (dx, dw); or None: call `gradients`
+  py::object backward;  // (grad, x or None, w, offs, plan) -> (dx, dw); or None: call `gradients`
   py::object columnwise;  // the format of x that wgrad reads; None if it reads none
   bool casts_x = false, casts_weight = false, saves_x = false;
   at::ScalarType dtype{};  // of y
@@ -1093,17 +1093,12 @@ struct FP8Backward : Node {
     for (size_t i = 0; i < num_outputs(); ++i) {
       asked.push_back(next_edge(i).is_valid() && task_should_compute_output(i));
     }
-    bool is_usual = functions->is_linear() && grad.defined() && asked.size() > 1 && asked[0] &&
-        asked[1] && !(asked.size() > 2 && asked[2]) && !plan->backward.is_none() &&
-        !at::GradMode::is_enabled() && is_plain(grad) && values.size() == 4 &&
-        !functions->is_special();
+    bool is_usual = functions->is_linear() && grad.defined() && asked[0] &&
+        !(asked.size() > 2 && asked[2]) && !plan->backward.is_none() &&
+        !at::GradMode::is_enabled() && is_plain(grad) && !functions->is_special();
     py::object made;
     if (is_usual) {
-      py::object w = wrapped(values[3]);
-      is_usual = Py_TYPE(w.ptr()) == type(functions->weight);
-      if (is_usual) {
-        made = gradients_of_weight(grad, values, w);
-      }
+      made = gradients_of_weight(grad, values, asked.size() > 1 && asked[1]);
     }
     if (!is_usual) {
       made = gradients(std::move(grad), std::move(values), asked);
@@ -1126,12 +1121,15 @@ struct FP8Backward : Node {
 
  private:
   py::object gradients_of_weight(
-      const at::Tensor& grad, const variable_list& values, const py::object& w) const {
+      const at::Tensor& grad, const variable_list& values, bool needs_dw) const {
     WithoutOverrides without;
-    py::object x = form(values[1], values[2], plan->columnwise);
-    py::object weights = py::reinterpret_steal<py::object>(PyTuple_Pack(1, w.ptr()));
+    py::object x = needs_dw ? form(values[1], values[2], plan->columnwise) : py::none();
+    py::tuple weight(values.size() - 3);
+    for (size_t i = 3; i < values.size(); ++i) {
+      weight[i - 3] = wrapped(values[i]);
+    }
     static PyObject* columnwise = PyUnicode_InternFromString("columnwise");
-    PyObject* given[] = {state.ptr(), weights.ptr(), Py_True};
+    PyObject* given[] = {state.ptr(), weight.ptr(), Py_True};
     auto w_col = returned(PyObject_VectorcallMethod(columnwise, given, 3, nullptr));
     return called(plan->backward, wrapped(grad), x, w_col, wrapped(values[0]), plan->plan);
   }
