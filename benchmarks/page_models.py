@@ -49,7 +49,7 @@ def block(content: Content, page: Path) -> list[str]:
         *speeds(content["rows"], "variant"),
         content,
         "; torch.compile merges equal casts, so inputs are not shared there",
-        more=image("block_speedup.png", "speed-up of Llama blocks", page),
+        more=image("block_speedup.svg", "speed-up of Llama blocks", page),
     )
 
 
@@ -120,7 +120,7 @@ def memory(content: Content, page: Path) -> list[str]:
         header,
         rows,
         content,
-        more=image("memory_peak.png", "peak memory by policy", page),
+        more=image("memory_peak.svg", "peak memory by policy", page),
     )
 
 
@@ -276,7 +276,7 @@ def experts(content: Content, page: Path) -> list[str]:
         content,
         more=[
             *(parts if shown else []),
-            *image("experts_time.png", "where the time of experts goes", page),
+            *image("experts_time.svg", "where the time of experts goes", page),
             *_small(small),
         ],
     )

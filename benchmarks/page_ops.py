@@ -57,7 +57,7 @@ def linear(content: Content, page: Path) -> list[str]:
         rows,
         content,
         ". In eager mode host time limits small layers; CUDA graphs have none",
-        more=[*image("linear_speedup.png", "speed-up of linear layers", page), *_roofline(content)],
+        more=[*image("linear_speedup.svg", "speed-up of linear layers", page), *_roofline(content)],
     )
 
 
@@ -138,8 +138,8 @@ def gemm(content: Content, page: Path) -> list[str]:
         not_installed(content),
         more=[
             *([f"Against other peers, geometric means: {summary}.", ""] if summary else []),
-            *image("gemm_fprop.png", "forward GEMMs", page),
-            *image("gemm_wgrad.png", "weight gradient GEMMs", page),
+            *image("gemm_fprop.svg", "forward GEMMs", page),
+            *image("gemm_wgrad.svg", "weight gradient GEMMs", page),
         ],
     )
 
@@ -186,8 +186,8 @@ def grouped(content: Content, page: Path) -> list[str]:
                 if remarks
                 else []
             ),
-            *image("grouped_fprop.png", "forward GEMMs of experts", page),
-            *image("grouped_wgrad.png", "weight gradient GEMMs of experts", page),
+            *image("grouped_fprop.svg", "forward GEMMs of experts", page),
+            *image("grouped_wgrad.svg", "weight gradient GEMMs of experts", page),
         ],
     )
 
@@ -211,7 +211,7 @@ def cast(content: Content, page: Path) -> list[str]:
         ("cast", *(f"{m} x {k}" for m, k in shapes)),
         rows,
         content,
-        more=image("cast_roofline.png", "casts against a copy", page),
+        more=image("cast_roofline.svg", "casts against a copy", page),
     )
 
 

@@ -190,36 +190,36 @@ def _by_layer(rows: Sequence[Row]) -> dict[str, Sequence[Row]]:
 
 
 PLOTS = (
-    Plot("block_speedup.png", "block", "Llama-8B-shaped blocks, forward + backward", _block),
-    Plot("linear_speedup.png", "linear", "nn.Linear, forward + backward", _linear),
+    Plot("block_speedup.svg", "block", "Llama-8B-shaped blocks, forward + backward", _block),
+    Plot("linear_speedup.svg", "linear", "nn.Linear, forward + backward", _linear),
     Plot(
-        "gemm_fprop.png",
+        "gemm_fprop.svg",
         "gemm",
         "Forward and data gradient, 1x128 by 128x128",
         partial(_gemm, kind="fprop"),
     ),
     Plot(
-        "gemm_wgrad.png",
+        "gemm_wgrad.svg",
         "gemm",
         "Weight gradient, 1x128 by 128x128",
         partial(_gemm, kind="square"),
     ),
-    Plot("cast_roofline.png", "cast", "Casts from bf16, transpose, dequantize", _cast),
-    Plot("memory_peak.png", "memory", "Memory of four Llama-8B-shaped blocks", _memory, _by_mode),
+    Plot("cast_roofline.svg", "cast", "Casts from bf16, transpose, dequantize", _cast),
+    Plot("memory_peak.svg", "memory", "Memory of four Llama-8B-shaped blocks", _memory, _by_mode),
     Plot(
-        "grouped_fprop.png",
+        "grouped_fprop.svg",
         "grouped",
         "Experts, forward, ragged groups",
         partial(_grouped, kind="fprop"),
     ),
     Plot(
-        "grouped_wgrad.png",
+        "grouped_wgrad.svg",
         "grouped",
         "Experts, weight gradient, ragged groups",
         partial(_grouped, kind="square"),
     ),
     Plot(
-        "experts_time.png",
+        "experts_time.svg",
         "experts",
         "Experts with SwiGLU, forward + backward",
         _experts,
@@ -237,7 +237,7 @@ def missing(source: Path = results.FOLDER) -> list[str]:
 def draw(source: Path = results.FOLDER, target: Path | None = None) -> list[Path]:
     """Write every plot whose results are in ``source``; the files written."""
     target = FOLDER if target is None else target
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     written = []
@@ -250,7 +250,6 @@ def draw(source: Path = results.FOLDER, target: Path | None = None) -> list[Path
         panels = {"": rows} if plot.panels is None else plot.panels(rows)
         # Without pyplot, which would look for a display and keep the figure alive.
         figure = Figure(layout="constrained")
-        FigureCanvasAgg(figure)
         side_by_side = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
         for axes, (title, of_panel) in zip(side_by_side, panels.items(), strict=True):
             plot.draw(axes, of_panel)
@@ -267,6 +266,8 @@ def draw(source: Path = results.FOLDER, target: Path | None = None) -> list[Path
         figure.legend(
             handles, texts, frameon=False, fontsize=8, ncols=4, loc="outside lower center"
         )
-        figure.savefig(target / plot.file, format="png", dpi=130)
+        # Texts are texts, and equal results make equal files.
+        with rc_context({"svg.fonttype": "none", "svg.hashsalt": plot.file}):
+            figure.savefig(target / plot.file, metadata={"Date": None})
         written.append(target / plot.file)
     return written

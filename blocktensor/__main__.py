@@ -32,7 +32,7 @@ from .ops.runtime import build_player
 from .recipe import DEFAULT_RECIPE
 from .reports.plan import command
 from .reports.predict import tokens_to_gain
-from .text_table import Table, human_bytes
+from .text_table import Table, filled, human_bytes
 
 OPTIONAL = (
     "triton",
@@ -76,7 +76,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command.add_arguments(plans)
     parser.add_argument("--json", action="store_true", help="print JSON")
     for each in (doctors, plans):  # not to overwrite an option before the command
-        each.add_argument("--json", action="store_true", default=argparse.SUPPRESS)
+        each.add_argument(
+            "--json", action="store_true", default=argparse.SUPPRESS, help="print JSON"
+        )
     options = parser.parse_args(arguments)
     return planned(options, plans) if options.command == "plan" else doctor(options.json)
 
@@ -102,13 +104,15 @@ def doctor(as_json: bool) -> int:
     print(environment())
     for device in devices:
         print(f"\n{backends(device)}")
+    if not torch.cuda.is_available():
+        print("fast path: no (there is no GPU; an H100 or H200 has it)")
     print(f"\n{patches.table()}\n")
     passed = True
     for device in devices:
         found = checked(device)
         passed = passed and found["holds"]
         said = f"FAILED, {found['error']} above" if "error" in found else _said(found)
-        print(f"self-check on {device}: {said}")
+        print(filled(f"self-check on {device}: {said}"))
     return 0 if passed else 1
 
 
@@ -164,7 +168,7 @@ def backends(device: torch.device) -> str:
     ]
     parts = [str(Table((f"ops on {device}", "backend", "runs", "why not"), rows))]
     if "fast_path" in found:
-        parts.append(found["fast_path"])
+        parts.append(filled(found["fast_path"]))
         reason = found["slow_launches"]
         parts.append(
             f"launches: by Triton, several times the host time ({reason})"

@@ -2,39 +2,48 @@
 
 from __future__ import annotations
 
+import os
 import re
+import sys
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
+from itertools import takewhile, zip_longest
 from typing import Any, NamedTuple
+
+# Where a cell may break: after spaces and commas, and between the parts of a name, but not inside
+# of a number.
+BREAK = re.compile(r"(?<=[ ,])(?=[^ ])|(?<=[A-Za-z_*][.:])(?=\S)|(?<=\.)(?=[A-Za-z_*{])")
 
 
 class Table(NamedTuple):
-    """A table; ``str`` pads columns to their widest cell and underlines the header."""
+    """A table; ``str`` pads columns to their widest cell and underlines the header.
+
+    In a terminal that is narrower, cells break.
+    """
 
     header: Sequence[str]
     rows: Sequence[Sequence[object]]
 
     def __str__(self) -> str:
         cells = [[str(cell) for cell in row] for row in (self.header, *self.rows)]
-        widths = [max(len(row[i]) for row in cells) for i in range(len(self.header))]
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in cells
-        ]
-        lines.insert(1, "  ".join("-" * width for width in widths))
-        return "\n".join(lines)
+        widths = _widths(cells, terminal_width())
+        head, *body = (_lines(row, widths) for row in cells)
+        rule = "  ".join("-" * width for width in widths)
+        return "\n".join((*head, rule, *(line for lines in body for line in lines)))
 
     def html(self) -> str:
-        """Return the table as HTML, without styles, which notebooks add."""
+        """Return the table as HTML; notebooks style it, but would put all cells to the right."""
         head, *body = (
             "<tr>"
-            + "".join(f"<{tag}>{escape(str(cell), quote=False)}</{tag}>" for cell in row)
+            + "".join(f'<{tag} style="text-align: left">{_escaped(cell)}</{tag}>' for cell in row)
             + "</tr>"
             for tag, rows in (("th", [self.header]), ("td", self.rows))
             for row in rows
         )
         lines = "\n".join(body)
-        return f"<table>\n<thead>{head}</thead>\n<tbody>\n{lines}\n</tbody>\n</table>"
+        style = 'style="margin-bottom: 1em"'
+        return f"<table {style}>\n<thead>{head}</thead>\n<tbody>\n{lines}\n</tbody>\n</table>"
 
 
 class Report:
@@ -45,11 +54,13 @@ class Report:
         raise NotImplementedError
 
     def __str__(self) -> str:
-        return "\n".join(map(str, self._parts()))
+        return "\n".join(
+            str(part) if isinstance(part, Table) else filled(part) for part in self._parts()
+        )
 
     def _repr_html_(self) -> str:
         return "\n".join(
-            part.html() if isinstance(part, Table) else f"<p>{escape(part, quote=False)}</p>"
+            part.html() if isinstance(part, Table) else f"<p>{_escaped(part)}</p>"
             for part in self._parts()
             if part
         )
@@ -62,6 +73,67 @@ class Report:
         """
         values: dict[str, Any] = plain(self)
         return values
+
+
+def _escaped(text: object) -> str:
+    return escape(str(text), quote=False)
+
+
+def terminal_width() -> int | None:
+    """Return the columns of the terminal that ``print`` writes to; None for files and notebooks."""
+    try:
+        return os.get_terminal_size(sys.stdout.fileno()).columns or None
+    except (AttributeError, OSError, ValueError):  # stdout is None, replaced, or no terminal
+        return None
+
+
+def filled(text: str) -> str:
+    """Return text whose lines break at spaces where the terminal is narrower."""
+    width = terminal_width()
+    if width is None:
+        return text
+    return "\n".join(
+        textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False)
+        for line in text.split("\n")
+    )
+
+
+def _widths(cells: Sequence[Sequence[str]], limit: int | None) -> list[int]:
+    """Return the widths of columns, with the widest narrowed until a row fits in ``limit``."""
+    columns = list(zip(*cells, strict=True))
+    widths = [max(map(len, column)) for column in columns]
+    if limit is None:
+        return widths
+    least = [max(len(x.rstrip()) for cell in c for x in BREAK.split(cell)) for c in columns]
+    # Headers break first: that costs a line in all, and a cell that breaks a line in its row.
+    with_cells = [max([n, *map(len, c[1:])]) for n, c in zip(least, columns, strict=True)]
+    for floors in (with_cells, least):
+        while _row_width(widths) > limit and widths != floors:
+            widest = max((w, i) for i, w in enumerate(widths) if w > floors[i])[1]
+            widths[widest] -= 1
+    return widths
+
+
+def _row_width(widths: Sequence[int]) -> int:
+    return sum(widths) + 2 * (len(widths) - 1)
+
+
+def _lines(row: Sequence[str], widths: Sequence[int]) -> list[str]:
+    """Return the lines of a row, whose cells break at the widths of their columns."""
+    broken = [_broken(cell, width) for cell, width in zip(row, widths, strict=True)]
+    return [
+        "  ".join(x.ljust(w) for x, w in zip(line, widths, strict=True)).rstrip()
+        for line in zip_longest(*broken, fillvalue="")
+    ]
+
+
+def _broken(cell: str, width: int) -> list[str]:
+    lines = [""]
+    for part in BREAK.split(cell):
+        if len((lines[-1] + part).rstrip()) > width and lines[-1]:
+            lines.append("")
+        lines[-1] += part
+    return [line.rstrip() for line in lines]
 
 
 def plain(value: Any) -> Any:
@@ -116,21 +188,40 @@ def collapse(
 
 
 def _names(names: list[str]) -> str:
-    """Summarize names: one pattern for each kind, and children of one parent together."""
+    """Summarize names: one pattern for each kind, and their common parts once."""
     if len(names) == 1:
         return names[0]
     alike: dict[str, list[str]] = {}
     for name in names:
         alike.setdefault(pattern(name), []).append(name)
-    children: dict[str, list[str]] = {}
-    for group in alike.values():
-        parent, dot, last = _common(group).rpartition(".")
-        children.setdefault(parent + dot, []).append(last)
-    parts = [
-        f"{parent}{{{', '.join(last)}}}" if len(last) > 1 and parent else parent + ", ".join(last)
-        for parent, last in children.items()
-    ]
-    return f"{', '.join(parts)} ({len(names)})"
+    patterns = [tuple(_common(group).split(".")) for group in alike.values()]
+    return f"{_in_braces(patterns)} ({len(names)})"
+
+
+def _in_braces(names: Sequence[tuple[str, ...]]) -> str:
+    """Join names, given as parts: ``a.q.w``, ``a.k.w``, ``b`` become ``a.{q, k}.w, b``."""
+    if len(names) == 1:
+        return ".".join(names[0])
+    inside = min(map(len, names)) - 1  # what differs has one part at least
+    first = _equal_parts(names, inside)
+    last = _equal_parts([name[::-1] for name in names], inside - first)
+    groups: dict[str, list[tuple[str, ...]]] = {}
+    for name in names:
+        middle = name[first : len(name) - last]
+        groups.setdefault(middle[0], []).append(middle)
+    joined = ", ".join(
+        _in_braces(group) if len(groups) > 1 else ", ".join(map(".".join, group))
+        for group in groups.values()
+    )
+    if not first + last:
+        return joined
+    return ".".join((*names[0][:first], f"{{{joined}}}", *names[0][len(names[0]) - last :]))
+
+
+def _equal_parts(names: Sequence[tuple[str, ...]], most: int) -> int:
+    """Return how many parts, ``most`` at most, all names begin with."""
+    parts = zip(*(name[:most] for name in names), strict=True)
+    return sum(1 for _ in takewhile(lambda part: len(set(part)) == 1, parts))
 
 
 def pattern(name: str) -> str:

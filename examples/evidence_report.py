@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from common.curves import AFTER, EVERY, read_results, steps_of
 from common.records import smooth
-from long_run_report import SMOOTHED, ablation, heldout, page
+from long_run_report import SMOOTHED, ablation, heldout, page, save
 
 Result = dict[str, Any]
 
@@ -153,7 +153,7 @@ def draw_differences(found: Mapping[str, Sequence[Difference]], path: Path) -> N
     axes.axvline(0, color="gray", linewidth=0.8)
     axes.set_yticks([-i for i in range(len(labels))], labels)
     axes.set_xlabel("held-out loss over bf16's, %: seeds, mean, 95% interval")
-    figure.savefig(path, dpi=120)
+    save(figure, path)
 
 
 def draw_curves(results: Mapping[str, Result], model: str, path: Path) -> None:
@@ -181,7 +181,7 @@ def draw_curves(results: Mapping[str, Result], model: str, path: Path) -> None:
     parts.axhline(0, color="gray", linewidth=0.8)
     parts.set_ylabel("against bf16 of the same seed, %")
     parts.set_xlabel("step")
-    figure.savefig(path, dpi=120)
+    save(figure, path)
 
 
 def set_up_row(
@@ -217,7 +217,7 @@ def write(
     plots = out.parent / "plots"
     plots.mkdir(parents=True, exist_ok=True)
     found = {model: each for model in MODELS if (each := differences(results, model, variants))}
-    draw_differences(found, plots / "evidence_differences.png")
+    draw_differences(found, plots / "evidence_differences.svg")
     lines = [
         "# Evidence",
         "",
@@ -231,7 +231,7 @@ def write(
         "Models of 120M read 25M tokens, the others 100M. These are small models and short runs;",
         "we have no larger or longer ones.",
         "",
-        "![Paired differences and their intervals](plots/evidence_differences.png)",
+        "![Paired differences and their intervals](plots/evidence_differences.svg)",
         "",
         "## The rule",
         "",
@@ -274,8 +274,8 @@ def write(
         for direct in differences(results, model, ("fp8_128x128",), "fp8_1x128"):
             lines.append(f"- {MODELS[model]}: {interval(direct)}")
     for model in found:
-        draw_curves(results, model, plots / f"evidence_{model}.png")
-        lines += ["", f"{MODELS[model]}:", "", f"![Curves](plots/evidence_{model}.png)"]
+        draw_curves(results, model, plots / f"evidence_{model}.svg")
+        lines += ["", f"{MODELS[model]}:", "", f"![Curves](plots/evidence_{model}.svg)"]
     lines.append("")
     older = [result for name, result in results.items() if name.startswith(("dense", "moe"))]
     ablations = [result for name, result in results.items() if name.startswith("ablation")]

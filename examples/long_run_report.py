@@ -2,7 +2,7 @@
 
     python examples/long_run_report.py RESULT.json ... --out runs/report.md
 
-writes the page, and ``plots/evidence_dense.png`` and ``plots/evidence_moe.png`` next to it.
+writes the page, and ``plots/evidence_dense.svg`` and ``plots/evidence_moe.svg`` next to it.
 ``--ablation FILE ...``: with the runs of ``ablation.py``, of one seed or more in a file.
 """
 
@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from ablation import Outcome, table
@@ -90,6 +91,13 @@ def means(results: Sequence[Result]) -> list[str]:
     return lines
 
 
+def save(figure: Figure, path: Path) -> None:
+    """Write a figure as SVG: texts are texts, and equal results make equal files."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": path.name}):
+        figure.savefig(path, metadata={"Date": None})
+
+
 def draw(results: Sequence[Result], path: Path) -> None:
     """Losses and norms of gradients, and the smoothed differences to bf16."""
     figure = Figure(figsize=(9, 10), layout="constrained")
@@ -112,8 +120,7 @@ def draw(results: Sequence[Result], path: Path) -> None:
     norms.set_yscale("log")
     norms.set_ylabel(f"norm of the gradient, largest of {EVERY} steps")
     norms.set_xlabel("step")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    save(figure, path)
 
 
 def page(results: Sequence[Result], folder: Path, title: str = "# Evidence") -> str:
@@ -143,7 +150,7 @@ def page(results: Sequence[Result], folder: Path, title: str = "# Evidence") -> 
     ):
         if not chosen:
             continue
-        draw(chosen, folder / f"evidence_{name}.png")
+        draw(chosen, folder / f"evidence_{name}.svg")
         first = chosen[0]
         lines += [
             f"{level}# {kind}",
@@ -157,7 +164,7 @@ def page(results: Sequence[Result], folder: Path, title: str = "# Evidence") -> 
             *(row(result, chosen) for result in chosen),
             "",
             *([*means(chosen), ""] if means(chosen) else []),
-            f"![Losses, differences and norms](plots/evidence_{name}.png)",
+            f"![Losses, differences and norms](plots/evidence_{name}.svg)",
             "",
             *(f"- {result['date']}: `{result['command']}`" for result in chosen),
             "",

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from blocktensor import text_table
 from blocktensor.autograd import plan
 from blocktensor.ops.runtime import build_player, check_recordings
 from tests.support import fake_driver
@@ -23,6 +24,8 @@ REPEATS = os.environ.get("BLOCKTENSOR_TEST_REPEATED", "0") not in ("", "0")
 if REPEATS:
     plan.RECORDED_DEVICES = ("cpu", "cuda")
     build_player.player = fake_driver.player
+
+text_table.terminal_width = lambda: None  # with `pytest -s` too, reports have whole lines
 
 torch.set_num_threads(1)  # test tensors are small: more threads wait for each other
 

@@ -73,7 +73,7 @@ def progress_bar(
         total=total,
         desc=what,
         unit=unit if unit == "B" else f" {unit}",
-        unit_scale=True,
+        unit_scale=unit == "B",
         unit_divisor=1024 if unit == "B" else 1000,
         delay=delay,
         dynamic_ncols=True,

@@ -16,6 +16,14 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[2]
 LINK = re.compile(r"(?<=\]\()([^)\s#]+)(#[^)\s]*)?(?=\))")
+# What search finds first: pages for users before scripts and pages for developers.
+SEARCH_BOOST = {
+    "guides": 2.0,
+    "examples": 0.5,
+    "design": 0.5,
+    "experiments": 0.5,
+    "changelog.md": 0.1,
+}
 ROLE = re.compile(r":(?:attr|class|data|exc|func|meth|mod):(?=<code>)")
 
 
@@ -54,8 +62,12 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Point links to files outside of docs/, and links in such files, to their pages."""
+    """Point links to files outside of docs/, and links in such files, to their pages.
+
+    Also say how high search ranks the page.
+    """
     at = page.file.src_uri
+    page.meta["search"] = {"boost": SEARCH_BOOST.get(at.partition("/")[0], 1.0)}
     pages = {source: target for source, (target, _) in outside().items()}
     sources = {target: source for source, target in pages.items()}
     folder = posixpath.dirname(sources.get(at, f"docs/{at}"))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from functools import cache
@@ -26,6 +28,30 @@ PUBLIC = [
     *(f"blocktensor.functional.{name}" for name in blocktensor.functional.__all__),
     *(f"blocktensor.distributed.{name}" for name in blocktensor.distributed.__all__),
 ]
+
+# What users search for, and the page or section that answers.
+ANSWERS = {
+    "QLoRA": "faq.html#can-i-use-qlora-or-bitsandbytes",
+    "A100": "faq.html#which-gpus-does-it-need",
+    "OOM": "faq.html#it-runs-out-of-memory-oom-what-can-i-do",
+    "ROCm": "faq.html#which-gpus-does-it-need",
+    "B200": "faq.html#which-gpus-does-it-need",
+    "GradScaler": "faq.html#do-i-need-a-gradscaler",
+    "Docker": "faq.html#can-i-use-docker",
+    "Liger": "faq.html#does-liger-work",
+    "DeepSpeed": "faq.html#fsdp1-fsdp2-ddp-deepspeed",
+    "slower than bf16": "faq.html#why-is-it-slower-than-bf16",
+    "FSDP2": "guides/fsdp2.html",
+    "LoRA": "guides/lora.html",
+    "torch.compile": "guides/torch_compile.html",
+    "CUDA graphs": "guides/torch_compile.html#cuda-graphs-without-torchcompile",
+    "checkpoint": "guides/checkpoints.html",
+    "MoE": "guides/moe.html",
+    "gradient clipping": "faq.html#does-gradient-clipping-work",
+    "8-bit optimizer": "faq.html#can-i-use-an-8-bit-optimizer",
+    "vLLM": "faq.html#how-do-i-serve-the-model-with-vllm",
+    "Windows": "faq.html#does-it-run-on-windows-or-macos",
+}
 
 
 @pytest.fixture(scope="module")
@@ -83,3 +109,21 @@ def test_the_site_loads_nothing_from_other_hosts(site: Path) -> None:
             r'<(?:script|img|link)\b[^>]*(?:src|href)="(https?:[^"]*)"', page.read_text("utf-8")
         )
         assert loaded == [], page
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="the site's search is JavaScript")
+def test_search_finds_the_answer_within_three_hits(site: Path) -> None:
+    done = subprocess.run(
+        ["node", str(Path(__file__).with_name("search.js")), str(site), *ANSWERS],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    found = json.loads(done.stdout)
+    missed = {}
+    for question, answer in ANSWERS.items():
+        pages = found[question][:3]
+        if not any(answer in sections[:3] for sections in pages):
+            missed[question] = [sections[0] for sections in pages]
+    assert missed == {}

@@ -88,6 +88,12 @@ def test_a_bar_that_is_asked_for_ends_at_all_of_the_work(
     assert done == total
 
 
+def test_modules_are_counted_in_whole_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    blocktensor.fuse(gated(), progress=True)
+    assert "| 1/1 [" in last_line(capsys.readouterr().err)
+
+
 @pytest.mark.parametrize("name", CALLS)
 def test_logs_have_no_bar(
     name: str,

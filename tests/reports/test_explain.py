@@ -123,7 +123,7 @@ def test_layers_alike_are_one_line() -> None:
         model = nn.ModuleDict({"layers": nn.ModuleList(layer() for _ in range(2))})
     explained = explain(model.apply(to_blockwise_fp8_weights))
     table = str(explained).splitlines()[2:]
-    assert table[0].split("  ")[0] == "layers.*.attn.q, layers.*.mlp.{gate, up} (6)"
+    assert table[0].split("  ")[0] == "layers.*.{attn.q, mlp.{gate, up}} (6)"
     assert [line.split("  ")[0] for line in table[3:]] == ["layers.*.attn.k (2)"] * 3
     assert explained.backends == ("reference",)  # as for its device
 

@@ -116,7 +116,10 @@ def parsed(html: str) -> list[Any]:
         rows = [[cell.text or "" for cell in row] for row in part.iter("tr")]
         parts.append(rows if part.tag == "table" else part.text)
     tags = {(x.tag, *x.attrib) for x in page.iter()} - {("page",)}
-    assert tags <= {(tag,) for tag in ("table", "thead", "tbody", "tr", "th", "td", "p")}
+    styled = {(tag, "style") for tag in ("table", "th", "td")}
+    assert tags <= styled | {(tag,) for tag in ("thead", "tbody", "tr", "p")}
+    left = {x.attrib["style"] for x in page.iter() if x.tag in ("th", "td")}
+    assert left <= {"text-align: left"}, "notebooks put cells to the right"
     return parts
 
 

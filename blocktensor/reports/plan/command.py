@@ -26,31 +26,40 @@ _FLAGS = {
     "share_inputs": "with blocktensor.share_inputs",
     "convert_head": "the head in FP8, too",
 }
-_CHOICES: dict[str, tuple[Any, str | None]] = {
-    "sharding": (Sharding, None),
-    "gather": (Gather, "fp8"),
-    "optimizer": (Optimizer, "adamw"),
-    "master": (Master, "fp32"),
-    "checkpointing": (Checkpointing, "none"),
-    "compile": (Compile, "none"),
-    "loss": (Loss, "logits"),
+_SWITCHES = {
+    "--no-reshard": ("reshard", "FSDP2 keeps weights gathered from forward to backward"),
+    "--no-clip": ("clip", "without the norm of all gradients"),
+    "--convert-small": ("skip_small", "convert(model, skip_small=False)"),
+}
+_CHOICES: dict[str, tuple[Any, str | None, str]] = {
+    "sharding": (Sharding, None, "fsdp2 by default if there are several GPUs"),
+    "gather": (Gather, "fp8", "what FSDP2 gathers FP8 weights in"),
+    "optimizer": (Optimizer, "adamw", "default: adamw"),
+    "master": (Master, "fp32", "dtype of the weights that the optimizer updates"),
+    "checkpointing": (Checkpointing, "none", "activations that backward computes again"),
+    "compile": (Compile, "none", "what torch.compile compiles"),
+    "loss": (Loss, "logits", "of all logits at once, or in chunks (with --convert-head)"),
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments to the parser of the command."""
     parser.add_argument("model", help="a known id, a config class, or a folder with a config.json")
-    parser.add_argument("--card", choices=[*CARDS], default="H100")
+    parser.add_argument("--card", choices=[*CARDS], default="H100", help="default: H100")
     for name, (count, what) in _COUNTS.items():
         parser.add_argument(f"--{name}", type=int, default=count, help=what)
-    for name, (choices, usual) in _CHOICES.items():
-        parser.add_argument(f"--{name}", choices=get_args(choices), default=usual)
+    for name, (choices, usual, what) in _CHOICES.items():
+        parser.add_argument(f"--{name}", choices=get_args(choices), default=usual, help=what)
     for name, what in _FLAGS.items():
         parser.add_argument(f"--{name.replace('_', '-')}", action="store_true", help=what)
-    parser.add_argument("--no-reshard", dest="reshard", action="store_false")
-    parser.add_argument("--no-clip", dest="clip", action="store_false")
-    parser.add_argument("--convert-small", dest="skip_small", action="store_false")
-    parser.add_argument("--wgrad-input", choices=get_args(WgradInput), default="128x128")
+    for option, (name, what) in _SWITCHES.items():
+        parser.add_argument(option, dest=name, action="store_false", help=what)
+    parser.add_argument(
+        "--wgrad-input",
+        choices=get_args(WgradInput),
+        default="128x128",
+        help="blocks of the input that weight gradients read",
+    )
     parser.add_argument("--layers", type=int, help="the same as --set num_hidden_layers=N")
     parser.add_argument(
         "--set",

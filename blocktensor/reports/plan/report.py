@@ -119,7 +119,7 @@ class TrainingPlan(Report):
         bf16 = "" if self.bf16.moment == self.fp8.moment else f" (bf16: {self.bf16.moment})"
         parts.append(f"most memory is allocated in {self.fp8.moment}{bf16}")
         if self.fits:
-            parts.append(f"fits: {100 * USABLE:.0f}% of the card is counted on")
+            parts.append(f"fits: the peak is below {100 * USABLE:.0f}% of the card's memory")
         elif self.alternatives:
             parts += ["does not fit in FP8; what would fit:", "", self._alternatives()]
         else:
