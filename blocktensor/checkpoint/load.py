@@ -16,21 +16,25 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from ..conversion.checks import swappable
 from ..model.names import check_module
 from ..model.progress import check_progress, progress_bar
 from ..model.weights import is_linear, kind_of
 from ..patches import apply_for_fp8
 from ..recipe import Recipe
-from ..sharding.dtensor import fp8_part, local_of
+from ..sharding.dtensor import fp8_part, local_of, own_part
+from ..sharding.fsdp.fsdp_internals import adopt_parameters
 from ..sharding.fsdp.shards import FrozenShard
 from ..sharding.ranks import Ranks
 from ..tensor.base import FP8Base
+from ..tensor.compat.swap_in import swap_in
 from ..text_table import Report, Table, collapse
+from .adapters import without_adapters
 from .contents import Entry, entries_of
 from .match import Matched, Source, check_fits, match, some
 from .on_disk import CheckpointError, require_safetensors
-from .parts import entire
-from .read import Read, check_cut, dequantized, read_values, write_values
+from .parts import Box, all_of
+from .read import Copy, check_cut, read_frozen, read_values, write_values
 
 
 @dataclass(frozen=True)
@@ -42,12 +46,14 @@ class LoadReport(Report):
         plain: parameters and buffers that are not FP8.
         missing: in the model but not in the checkpoint; unchanged.
         unexpected: in the checkpoint but not in the model; not read.
+        empty: buffers on meta that are in no checkpoint (``persistent=False``), to be computed.
     """
 
     fp8: tuple[str, ...]
     plain: tuple[str, ...]
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
+    empty: tuple[str, ...] = ()
 
     def _parts(self) -> list[Table | str]:
         outcomes = (
@@ -55,6 +61,7 @@ class LoadReport(Report):
             (self.plain, "loaded", "the model's dtype"),
             (self.missing, "unchanged", "not in the checkpoint"),
             (self.unexpected, "not read", "not in the model"),
+            (self.empty, "unchanged", "on meta, not persistent: compute it"),
         )
         rows = collapse((name, *what) for names, *what in outcomes for name in names)
         summary = (
@@ -102,6 +109,7 @@ def load_fp8(
     strict: bool = True,
     device: torch.device | str | None = None,
     recipe: Recipe | None = None,
+    trainable: bool = False,
     progress: bool | None = None,
 ) -> LoadReport:
     """Load an FP8 checkpoint into a model whose linear layers are plain, converted or on meta.
@@ -120,11 +128,29 @@ def load_fp8(
     expert: ``experts.3.gate_proj.weight``, ``up_proj``, ``down_proj``, or ``w1``, ``w3``, ``w2`` as
     in Mixtral, with scales of their own.
 
+    All ranks of a sharded model call it. Each reads its parts of the stored tensors, and no more
+    of the files. An error on one rank raises on all. FSDP2, tensor and expert parallelism may cut
+    the model on meta, after ``convert``: host memory then holds one rank's part::
+
+        with accelerate.init_empty_weights():
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        blocktensor.convert(model)
+        for layer in model.model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+        blocktensor.load_fp8(model, folder)  # frozen; trainable=True makes masters
+
+    Layers on meta may have peft's adapters, which are not read: pass the model without them,
+    ``model.get_base_model()``.
+
     Args:
         model: any module. Tensors on meta are made on ``device``.
         path: the folder.
         strict: raise for missing and unexpected names.
-        device: for tensors that are on meta in the model; default: the CPU.
+        device: for tensors that are on meta in the model; default: the device of the model's
+            DeviceMesh if it is sharded, else the CPU.
+        trainable: give weights that require a gradient the stored values instead, in their own
+            dtype: converted ones get a master of these. Others become frozen.
         recipe: the recipe of the FP8 weights, by which inputs and gradients are cast; default: the
             recipe of the model's weight if it is converted, else ``Recipe()``.
             ``scale="power_of_two"`` needs a checkpoint whose scales are powers of two.
@@ -139,8 +165,9 @@ def load_fp8(
             the recipe; a stack of which some experts are missing or not in FP8; FP8 weights that
             would be joined or split inside of blocks; names that are missing or unexpected, if
             ``strict``.
-        NotImplementedError: weights scaled in other blocks than 128x128; a sharded weight that is
-            on meta, trainable, of another recipe, or not in FP8 where the stored one is.
+        NotImplementedError: weights scaled in other blocks than 128x128; a sharded weight of
+            another recipe, not in FP8 where the stored one is, or cut inside of blocks where it
+            would be frozen; weights that accelerate offloads.
 
     Warns:
         UserWarning: no weight of the model is in FP8 afterwards.
@@ -160,72 +187,160 @@ def load_fp8(
     require_safetensors()
     check_module(model, "load_fp8")
     check_progress(progress)
+    _check_here(model)
     folder = Path(path)
-    entries, targets = entries_of(folder), _targets(model)
-    tensors = {name: target.current for name, target in targets.items()}
-    matched = match(model, tensors, folder, entries)
-    states = _extra_states(model, matched.unexpected)
-    unexpected = tuple(name for name in matched.unexpected if name not in states)
-    held = {id(tensors[name]) for name in matched.sources}  # tied tensors are stored once
-    missing = tuple(name for name, x in tensors.items() if id(x) not in held)
-    if strict and (missing or unexpected):
-        raise CheckpointError(
-            f"{folder}: does not fit the model: {_counted('missing', missing)}, "
-            f"{_counted('unexpected', unexpected)}; strict=False loads what fits"
-            f"{_other_prefix(missing, unexpected)}"
-        )
-    home = torch.device("cpu" if device is None else device)
-    stored = {name: (entries[name], module) for name, module in states.items()}
-    fp8 = _load(folder, targets, matched, stored, home, recipe, progress)
-    plain = (*(name for name in matched.sources if name not in fp8), *states)
-    report = LoadReport(fp8, plain, missing, unexpected)
+    with without_adapters(model):
+        report = _load_folder(model, folder, strict, device, recipe, trainable, progress)
     if all(fp8_part(x) is None for x in model.parameters()):
         warnings.warn(
-            f"no weight of this {kind_of(model)} is in FP8: of {folder} {len(plain)} tensors are "
-            f"loaded in high precision, {len(missing)} of the model's are missing"
-            f"{_other_prefix(missing, unexpected)}; blocktensor.convert converts the model",
+            f"no weight of this {kind_of(model)} is in FP8: of {folder} {len(report.plain)} "
+            f"tensors are loaded in high precision, {len(report.missing)} of the model's are "
+            f"missing{_other_prefix(report.missing, report.unexpected)}; blocktensor.convert "
+            f"converts the model",
             stacklevel=2,
         )
     return report
 
 
-def load_matched(
-    model: nn.Module, folder: Path, matched: Matched, device: torch.device, recipe: Recipe | None
-) -> None:
-    """Load matched tensors from ``folder``, as :func:`load_fp8` does."""
-    _load(folder, _targets(model), matched, {}, device, recipe, False)
-
-
-def _load(
+def _load_folder(
+    model: nn.Module,
     folder: Path,
+    strict: bool,
+    device: torch.device | str | None,
+    recipe: Recipe | None,
+    trainable: bool,
+    progress: bool | None,
+) -> LoadReport:
+    """Load as :func:`load_fp8` does, after its checks of arguments."""
+    targets = _targets(model)
+    tensors = {name: target.current for name, target in targets.items()}
+    ranks = Ranks.of(tensors.values())
+
+    def found() -> tuple[_Plan, LoadReport]:
+        entries = entries_of(folder)
+        matched = match(model, tensors, folder, entries)
+        states = _extra_states(model, matched.unexpected)
+        unexpected = tuple(name for name in matched.unexpected if name not in states)
+        held = {id(tensors[name]) for name in matched.sources}  # tied tensors are stored once
+        missing = tuple(name for name, x in tensors.items() if id(x) not in held)
+        if strict and (missing or unexpected):
+            raise CheckpointError(
+                f"{folder}: does not fit the model: {_counted('missing', missing)}, "
+                f"{_counted('unexpected', unexpected)}; strict=False loads what fits"
+                f"{_other_prefix(missing, unexpected)}"
+            )
+        stored = {name: (entries[name], module) for name, module in states.items()}
+        plan = _planned(targets, matched, stored, recipe, lambda x: trainable and x.requires_grad)
+        plain = (*(name for name in plan.sources if name not in plan.frozen), *states)
+        empty = tuple(
+            name for name, x in model.named_buffers() if x.is_meta and name not in tensors
+        )
+        return plan, LoadReport(tuple(plan.frozen), plain, missing, unexpected, empty)
+
+    plan, report = ranks.together(found)
+    _load(model, targets, plan, ranks, device, progress)
+    return report
+
+
+def load_matched(
+    model: nn.Module,
+    matched: Matched,
+    device: torch.device,
+    recipe: Recipe | None,
+    is_plain: Callable[[Tensor], bool],
+) -> None:
+    """Load matched tensors, as :func:`load_fp8` does.
+
+    ``is_plain``: returns True for tensors of the model that get the values of stored FP8 weights;
+    others become frozen.
+    """
+    targets = _targets(model)
+    ranks = Ranks.of(target.current for target in targets.values())
+    plan = ranks.together(lambda: _planned(targets, matched, {}, recipe, is_plain))
+    _load(model, targets, plan, ranks, device, False)
+
+
+ReadWhole = Callable[[Entry], Tensor]
+"""A function that returns all of a stored tensor."""
+
+Computed = dict[Entry, Callable[[ReadWhole], Tensor]]
+"""Functions that compute tensors which no file holds, from stored ones."""
+
+
+class _Plan(NamedTuple):
+    """What is to be loaded, checked but not read.
+
+    Attributes:
+        sources: the stored tensors of the model's, by name.
+        frozen: the names of those that become frozen FP8 weights, in order.
+        computed: functions that compute tensors which no file holds, from stored ones.
+        states: the modules with an extra state, and its stored tensor.
+        recipe: as for :func:`load_fp8`.
+    """
+
+    sources: Mapping[str, Source]
+    frozen: Mapping[str, None]
+    computed: Computed
+    states: Mapping[str, tuple[Entry, nn.Module]]
+    recipe: Recipe | None
+
+
+def _planned(
     targets: Mapping[str, _Target],
     matched: Matched,
     states: Mapping[str, tuple[Entry, nn.Module]],
-    device: torch.device,
     recipe: Recipe | None,
-    progress: bool | None,
-) -> tuple[str, ...]:
-    """Check and read everything, then change the model; return the names of FP8 weights.
+    is_plain: Callable[[Tensor], bool],
+) -> _Plan:
+    """Decide what each tensor becomes, and check that the stored ones fit.
 
-    Args:
-        folder: the checkpoint.
-        targets: the places of tensors in the model.
-        matched: the stored tensors of these places.
-        states: the modules with an extra state, and its stored tensor.
-        device, recipe, progress: as for :func:`load_fp8`.
+    ``is_plain``: as for :func:`load_matched`. Embeddings have no FP8 form. Nor have weights that a
+    linear layer shares with a module which reads their values.
     """
+    holders: dict[int, list[_Target]] = defaultdict(list)
+    for target in targets.values():
+        holders[id(target.current)].append(target)
+    frozen = {
+        name: None
+        for name, source in matched.sources.items()
+        if source.is_fp8 and not is_plain(x := targets[name].current)
+        if fp8_part(x) is not None or _is_multiplied(holders[id(x)])
+    }
     for name, source in matched.sources.items():
-        check_fits(name, source, targets[name].current)
-    sources, computed = _in_high_precision(folder, targets, matched)
-    for name, source in sources.items():
-        if local_of(targets[name].current) is not None:
-            check_cut(name, targets[name].current, source, recipe)
+        current, is_frozen = targets[name].current, name in frozen
+        check_fits(name, source, current, is_frozen=is_frozen)
+        check_cut(name, current, source, recipe, is_frozen=is_frozen)
+        if current.is_meta and isinstance(current, nn.Parameter):
+            swappable(current, name, "load")
+    computed: Computed = {}
+    for reader in matched.readers:
+        made = functools.cache(reader.compute)
+        for name in matched.sources.keys() & reader.computed.keys():
+            entry = matched.sources[name].weights[0]
+            computed[entry] = functools.partial(_one_of, made, name)
+    return _Plan(matched.sources, frozen, computed, states, recipe)
 
-    files = _Files(computed)
-    ranks = Ranks.of(target.current for target in targets.values())
-    values: dict[str, Tensor | list[Tensor]] = {}
+
+def _one_of(
+    compute: Callable[[ReadWhole], Mapping[str, Tensor]], name: str, read: ReadWhole
+) -> Tensor:
+    return compute(read)[name]
+
+
+def _load(
+    model: nn.Module,
+    targets: Mapping[str, _Target],
+    plan: _Plan,
+    ranks: Ranks,
+    device: torch.device | str | None,
+    progress: bool | None,
+) -> None:
+    """Read everything, then change the model."""
+    home = ranks.device if device is None else torch.device(device)
+    files = _Files(plan.computed)
+    values: dict[str, Tensor | list[Copy]] = {}
     extra: dict[str, Tensor] = {}
-    modules = {name: module for name, (_, module) in states.items()}
+    modules = {name: module for name, (_, module) in plan.states.items()}
     before = tree_map_only(
         Tensor, torch.clone, {name: x.get_extra_state() for name, x in modules.items()}
     )
@@ -236,46 +351,54 @@ def _load(
 
     def read(done: Callable[[int], object]) -> None:
         # file by file; discarded unless all checks pass
-        for name, source in sorted(sources.items(), key=lambda x: x[1].weights[0].file):
+        for name, source in sorted(plan.sources.items(), key=lambda x: x[1].weights[0].file):
             current = targets[name].current
-            values[name] = read_values(current, source, device, recipe, files.read)
-            done(_nbytes(current, source))
-        extra.update((name, files.read(entry).clone()) for name, (entry, _) in states.items())
+            if name in plan.frozen:
+                values[name] = read_frozen(current, source, home, plan.recipe, files.read)
+            else:
+                values[name] = read_values(current, source, home, files.read)
+            done(_nbytes(current, name in plan.frozen))
+        extra.update((name, files.whole(entry).clone()) for name, (entry, _) in plan.states.items())
         set_states(extra)  # a module may refuse its state: before anything else changes
 
     try:
-        total = sum(_nbytes(targets[name].current, source) for name, source in sources.items())
+        total = sum(_nbytes(targets[name].current, name in plan.frozen) for name in plan.sources)
         with progress_bar("load_fp8", total, progress) as done:
-            ranks.each(lambda: read(done))
+            ranks.together(lambda: read(done))
     except BaseException:
         with contextlib.suppress(Exception):  # restore the module that has refused its state
             set_states(before)
         raise
-    _assign(targets, sources, values)
+    tensors = [target.current for target in targets.values()]
+    has_empty_parts = any(x.is_meta and local_of(x) is not None for x in tensors)
+    _assign(targets, plan, values)
+    if has_empty_parts:
+        adopt_parameters(model)
     set_states(extra)  # again, since a state may depend on weights
-    return tuple(name for name, source in sources.items() if source.is_fp8)
 
 
-def _nbytes(current: Tensor, source: Source) -> int:
-    """Return the bytes of a tensor of the model after loading, without scales."""
-    return current.numel() * (1 if source.is_fp8 else current.itemsize)
+def _nbytes(current: Tensor, is_frozen: bool) -> int:
+    """Return the bytes of this rank's part of a tensor after loading, without scales."""
+    return own_part(current).numel() * (1 if is_frozen else current.itemsize)
 
 
 def _assign(
-    targets: Mapping[str, _Target],
-    sources: Mapping[str, Source],
-    values: Mapping[str, Tensor | list[Tensor]],
+    targets: Mapping[str, _Target], plan: _Plan, values: Mapping[str, Tensor | list[Copy]]
 ) -> None:
     """Assign what was read to the model: new parameters, or new values of existing ones."""
     replaced: dict[int, Tensor] = {}
     for name, made in values.items():
         current = targets[name].current
         if isinstance(made, list):
-            write_values(current, sources[name], made)
-        elif isinstance(local_of(current), FrozenShard):
+            write_values(current, made)
+        elif isinstance(local_of(current), FrozenShard) and not current.is_meta:
             current.copy_(made)  # FSDP refers to this memory
         elif isinstance(current, nn.Parameter):
-            trains = current.requires_grad and not sources[name].is_fp8
+            trains = current.requires_grad and name not in plan.frozen
+            if current.is_meta:  # an optimizer may have it already
+                swap_in(current, made)
+                current.requires_grad_(trains)
+                continue
             replaced[id(current)] = nn.Parameter(made, requires_grad=trains)
         else:
             replaced[id(current)] = made
@@ -284,6 +407,18 @@ def _assign(
             setattr(target.module, target.attribute, replaced[id(target.current)])
         if isinstance(getattr(target.module, target.attribute), FP8Base):
             apply_for_fp8()
+
+
+def _check_here(model: nn.Module) -> None:
+    """Refuse weights whose values accelerate keeps elsewhere, and writes back in each forward."""
+    for name, module in model.named_modules():
+        hook = getattr(module, "_hf_hook", None)
+        if any(getattr(x, "offload", False) for x in getattr(hook, "hooks", (hook,))):
+            raise NotImplementedError(
+                f"accelerate offloads the weights of {name or kind_of(model)!r}, and would restore "
+                f"its own values in each forward: call load_fp8 before cpu_offload or "
+                f"dispatch_model, or accelerate.hooks.remove_hook_from_submodules(model) first"
+            )
 
 
 class _Target(NamedTuple):
@@ -321,40 +456,6 @@ def _counted(what: str, names: Sequence[str]) -> str:
     return f"{len(names)} {what}" + (f" ({some(names)})" if names else "")
 
 
-Computed = dict[Entry, Callable[[Read], Tensor]]
-"""Functions that compute tensors which no file holds, from stored ones."""
-
-
-def _in_high_precision(
-    folder: Path, targets: Mapping[str, _Target], matched: Matched
-) -> tuple[dict[str, Source], Computed]:
-    """Return the sources; FP8 weights for tensors in high precision are replaced by their values.
-
-    Embeddings have no FP8 form. Nor have weights that a linear layer shares with a module which
-    reads their values.
-    """
-    sources, computed = dict(matched.sources), Computed()
-    holders: dict[int, list[_Target]] = defaultdict(list)
-    for target in targets.values():
-        holders[id(target.current)].append(target)
-    for reader in matched.readers:
-        made = functools.cache(reader.compute)
-        for name in sources.keys() & reader.computed.keys():
-            entry = sources[name].weights[0]
-            computed[entry] = functools.partial(_one_of, made, name)
-    for name, source in matched.sources.items():
-        x = targets[name].current
-        if source.is_fp8 and fp8_part(x) is None and not _is_multiplied(holders[id(x)]):
-            entry = Entry(folder, "F32", tuple(x.shape), name)
-            sources[name] = Source([entire(name, x.shape)], [entry])
-            computed[entry] = functools.partial(dequantized, x, source)
-    return sources, computed
-
-
-def _one_of(compute: Callable[[Read], Mapping[str, Tensor]], name: str, read: Read) -> Tensor:
-    return compute(read)[name]
-
-
 def _is_multiplied(holders: Sequence[_Target]) -> bool:
     """Return True if only matmuls read a parameter, as far as its modules are known."""
     if any(isinstance(x.module, (nn.Embedding, nn.EmbeddingBag)) for x in holders):
@@ -363,28 +464,40 @@ def _is_multiplied(holders: Sequence[_Target]) -> bool:
     return len(known) == 1 or holders[0].current.ndim == 3
 
 
+_OPEN = 2
+"""Most files that are mapped at a time: pages that were read count as memory of this process."""
+
+
 class _Files:
-    """A reader of the tensors of a checkpoint, which parses each header once."""
+    """A reader of the tensors of a checkpoint, file by file."""
 
     def __init__(self, computed: Computed) -> None:
         self._computed = computed
-        self._opened: dict[Path, Any] = {}
+        self._opened = functools.lru_cache(_OPEN)(_opened)
 
-    def read(self, entry: Entry) -> Tensor:
-        """Return a stored tensor, mapped from its file, or one that is computed."""
+    def read(self, entry: Entry, box: Box) -> Tensor:
+        """Return a box of a stored tensor, mapped from its file, or of one that is computed."""
         if entry in self._computed:
-            return self._computed[entry](self.read)
-        return _tensor(entry, self._opened)
+            return self._computed[entry](self.whole)[box]
+        return _box(entry, box, self._opened)
+
+    def whole(self, entry: Entry) -> Tensor:
+        """Return all of a stored tensor, mapped from its file."""
+        return self.read(entry, all_of(entry.shape))
 
 
-def _tensor(entry: Entry, files: dict[Path, Any]) -> Tensor:
-    """Return a tensor mapped from its file: copying it reads the file."""
-    from safetensors import SafetensorError, safe_open
+def _opened(file: Path) -> Any:
+    from safetensors import safe_open
+
+    return safe_open(file, framework="pt")
+
+
+def _box(entry: Entry, box: Box, opened: Callable[[Path], Any]) -> Tensor:
+    """Return a box of a tensor mapped from its file: copying it reads the file."""
+    from safetensors import SafetensorError
 
     try:
-        if entry.file not in files:
-            files[entry.file] = safe_open(entry.file, framework="pt")
-        value: Tensor = files[entry.file].get_tensor(entry.name)
+        value: Tensor = opened(entry.file).get_slice(entry.name)[box]
     except (SafetensorError, OSError, RuntimeError) as error:  # RuntimeError: it cannot be mapped
         raise CheckpointError(f"{entry} cannot be read ({error})") from None
     return value

@@ -42,6 +42,11 @@ class Source(NamedTuple):
         """Return True if the weights are stored in FP8."""
         return self.weights[0].is_fp8
 
+    @property
+    def scaled(self) -> list[tuple[Entry, Entry]]:
+        """The scales of each tensor in :attr:`weights` that is in FP8, each with that tensor."""
+        return [*zip(self.scales, self.weights, strict=True)] if self.scales else []
+
     def blocks(self, shape: Sequence[int]) -> list[Part]:
         """Return the parts of the scales of a tensor of ``shape``."""
         return [block for part in self.parts if (block := part.in_blocks(shape)) is not None]
@@ -175,8 +180,11 @@ def some(names: Sequence[str]) -> str:
     return ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
 
 
-def check_fits(name: str, source: Source, current: Tensor) -> None:
-    """Raise CheckpointError if what is stored does not fit its place in the model."""
+def check_fits(name: str, source: Source, current: Tensor, *, is_frozen: bool) -> None:
+    """Raise CheckpointError if what is stored does not fit its place in the model.
+
+    ``is_frozen``: whether it becomes a frozen FP8 weight.
+    """
     first, is_stack = source.weights[0], len(source.parts) > 1 and current.ndim == 3
     of = f" for an expert of {name!r} {list(current.shape)}" if is_stack else ""
     for part, entry in zip(source.parts, source.weights, strict=True):
@@ -191,8 +199,8 @@ def check_fits(name: str, source: Source, current: Tensor) -> None:
                 f"{entry} is {entry.dtype}, {first.name!r} of the same {what} is {first.dtype}: "
                 f"expected all in FP8 or none"
             )
-        _check_dtype(entry, current)
-        if entry.is_fp8 and part.in_blocks(current.shape) is None:
+        _check_dtype(entry, current, is_frozen)
+        if is_frozen and part.in_blocks(current.shape) is None:
             raise CheckpointError(
                 f"{entry} {list(entry.shape)} is in FP8, and its {BLOCKS_128X128.rows}x"
                 f"{BLOCKS_128X128.cols} blocks are not the blocks of the model's {name!r} "
@@ -205,15 +213,16 @@ _PLAIN = ("F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL")
 """Dtypes in which tensors without scales may be stored."""
 
 
-def _check_dtype(entry: Entry, current: Tensor) -> None:
+def _check_dtype(entry: Entry, current: Tensor, is_frozen: bool) -> None:
     """Raise CheckpointError if the dtype of a stored tensor does not fit the model's."""
     problem = None
     fp8 = fp8_part(current)
     if entry.is_fp8:
-        if isinstance(fp8, MasterBase) and not current.is_meta:
+        if is_frozen and isinstance(fp8, MasterBase) and not current.is_meta:
             problem = (
                 "is stored in FP8, the model's is trainable and would lose its high-precision "
-                "values: load into a model that is not converted yet"
+                "values: load into a model that is not converted yet, or with trainable=True, "
+                "which replaces these values"
             )
         elif not isinstance(current, nn.Parameter) or current.dtype not in checks.HIGH_PRECISION:
             problem = (

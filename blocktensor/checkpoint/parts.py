@@ -37,9 +37,28 @@ class Part(NamedTuple):
 
     def take(self, other: Tensor) -> Tensor:
         """Return the values of the box, in its shape here."""
+        return self.arrange(other[self.there])
+
+    def arrange(self, values: Tensor) -> Tensor:
+        """Return the values of the box, in its shape here, from those in its shape there."""
         kept = [axis for axis in self.axes if axis is not None]
-        rest = [axis for axis in range(other.ndim) if axis not in kept]
-        return other[self.there].permute([*kept, *rest]).reshape(self.shape)
+        rest = [axis for axis in range(values.ndim) if axis not in kept]
+        return values.permute([*kept, *rest]).reshape(self.shape)
+
+    def within(self, box: Box) -> Part | None:
+        """Return the part that also lies in a box of this tensor; None if there is none."""
+        here = tuple(
+            slice(max(mine.start, run.start), min(mine.stop, run.stop))
+            for mine, run in zip(self.here, box, strict=True)
+        )
+        if any(run.start >= run.stop for run in here):
+            return None
+        there = list(self.there)
+        for axis, run, all_mine in zip(self.axes, here, self.here, strict=True):
+            if axis is not None:
+                moved = self.there[axis].start - all_mine.start
+                there[axis] = slice(run.start + moved, run.stop + moved)
+        return self._replace(there=tuple(there), here=here)
 
     def of(self, name: str) -> Part:
         """Return the inverse: this tensor, named ``name``, as seen from the other one."""

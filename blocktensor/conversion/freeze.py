@@ -115,13 +115,8 @@ def unfreeze(model: nn.Module, *, progress: bool | None = None) -> list[str]:
     The first cast of a new master may differ from the frozen bytes by a rounding: a block's amax,
     rounded to the weight's dtype, gives a new scale.
 
-    To train all weights of an FP8 checkpoint in shards, unfreeze the model before it is sharded::
-
-        blocktensor.load_fp8(model, folder)
-        blocktensor.unfreeze(model)
-        for layer in model.layers:
-            fully_shard(layer)
-        fully_shard(model)
+    Unfreeze a model before it is sharded. Masters of a sharded model, made shard by shard of an FP8
+    checkpoint, come from ``load_fp8(model, folder, trainable=True)``.
 
     Args:
         model: any module, with frozen FP8 weights.
@@ -219,8 +214,9 @@ def _check(weight: Matrix, action: str, other: str | None) -> None:
     if isinstance(fp8, GatheredInFP8) or (looks_gathered and has_ranks):
         raise NotImplementedError(
             f"{what} is sharded by FSDP2 or tensor parallel, and stays trainable or frozen as it "
-            f"was: {action} the model before fully_shard and parallelize_module; an FP8 checkpoint "
-            f"is loaded before, too (load_fp8, {action}, fully_shard)"
+            f"was: {action} the model before fully_shard and parallelize_module, or load an FP8 "
+            f"checkpoint into empty weights (load_fp8 makes frozen ones, and trainable ones with "
+            f"trainable=True)"
         )
     del fp8  # its references are counted
     check_swappable(weight.parameter, what, action)

@@ -169,9 +169,14 @@ def dequantize(x: Quantized, dtype: torch.dtype) -> Tensor:
     expanded = x.scale.repeat_interleave(x.format.cols, -1)[..., :cols]
     if x.format.rows > 1:
         expanded = expanded.repeat_interleave(x.format.rows, -2)[..., :rows, :]
-    value, limit = x.data.float() * expanded, largest_fp32(dtype)
-    value = torch.where(expanded.isinf(), value, value.clamp(-limit, limit))
-    out = torch.empty(x.data.shape, dtype=dtype, device=x.data.device)
+    return scaled(x.data, expanded, dtype)
+
+
+def scaled(data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return :func:`dequantize` of e4m3 data, with a scale for each element."""
+    value, limit = data.float() * scale, largest_fp32(dtype)
+    value = torch.where(scale.isinf(), value, value.clamp(-limit, limit))
+    out = torch.empty(data.shape, dtype=dtype, device=data.device)
     return out.copy_(value)
 
 

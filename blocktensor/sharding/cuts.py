@@ -14,8 +14,10 @@ from torch import Tensor
 from ..ops.formats import BLOCKS_128X128, ceil_div
 from ..recipe import Recipe
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
+from ..tensor.weight import BlockwiseFP8Weight
 from .dtensor import cut_as, own_part, refuse_descending, with_local
-from .fsdp.shards import FrozenShard
+from .fsdp.fsdp_internals import gathered_shape
+from .fsdp.shards import FP8Shard, FrozenShard
 from .part import Piece, Region
 
 
@@ -99,6 +101,28 @@ def _runs(indices: Sequence[int]) -> Iterator[Piece]:
             first = at
 
 
+def frozen_twin(x: Any) -> Tensor:
+    """Return a DTensor on meta that is cut as a trainable one is, with a frozen local part.
+
+    All other tensors are returned themselves.
+    """
+    part: Any = own_part(x)
+    if part is x or not isinstance(part, (FP8Shard, BlockwiseFP8Weight)):
+        whole: Tensor = x
+        return whole
+    format = part.recipe.weight_format
+    data = torch.empty(part.shape, dtype=format.dtype, device="meta")
+    gathered = gathered_shape(part) if isinstance(part, FP8Shard) else None
+    shape = format.scale_shape(gathered or part.shape)
+    scale = torch.empty(shape, dtype=torch.float32, device="meta")
+    if isinstance(part, FP8Shard):
+        return with_local(x, FrozenShard(data, scale, part.recipe, x.dtype))
+    made = BlockwiseFP8Tensor.from_data(
+        data, scale, block_shape=format.block_shape, dtype=x.dtype, recipe=part.recipe
+    )
+    return with_local(x, made)
+
+
 def frozen_like(x: Any, data: Tensor, scale: Tensor, recipe: Recipe) -> Tensor:
     """Return a frozen weight to replace ``x``, built from parts as in :func:`frozen_parts`."""
     part, rows, scales = map(own_part, (x, data, scale))
@@ -133,4 +157,7 @@ def frozen_parts(x: Any) -> tuple[Tensor, Tensor]:
         scales = cut_as(x, scale, (*(Replicate(),) * whole, *cuts[whole:]), shape)
         if held(scales).shape == scale.shape:
             return cut_as(x, data, cuts), scales
-    raise AssertionError(f"{tuple(scale.shape)} scales of {tuple(x.shape)}, {cuts}")
+    raise NotImplementedError(
+        f"a frozen FP8 weight {list(x.shape)} with the placements {list(cuts)}, which cut 128x128 "
+        f"blocks: expected cuts at multiples of 128 (fewer ranks), or a trainable weight"
+    )

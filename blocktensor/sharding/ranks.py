@@ -13,6 +13,7 @@ import pickle
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -76,6 +77,7 @@ class Ranks:
     Attributes:
         size: the number of ranks.
         index: the position of this rank.
+        device: of their mesh; the CPU for a model that is not sharded.
     """
 
     def __init__(self, mesh: Any = None) -> None:
@@ -84,6 +86,7 @@ class Ranks:
         if mesh is not None:
             refuse_descending(mesh)
         self.size = 1 if mesh is None else mesh.size()
+        self.device = torch.device("cpu" if mesh is None else mesh.device_type)
         self.index = 0 if mesh is None else mesh.mesh.flatten().tolist().index(dist.get_rank())
 
     @classmethod
@@ -120,6 +123,15 @@ class Ranks:
         if failed is not None:
             raise failed
         return [made for made, _ in outcomes]
+
+    def together(self, action: Callable[[], Result]) -> Result:
+        """Run ``action`` on every rank; return the result on this rank.
+
+        An exception on one rank raises on all ranks.
+        """
+        made: list[Result] = []
+        self.each(lambda: made.append(action()))
+        return made[0]
 
     def first(self, action: Callable[[], Result]) -> Result:
         """Run ``action`` on the first rank alone; return its result on every rank."""

@@ -170,8 +170,8 @@ def test_a_checkpoint_as_transformers_writes_it(tmp_path: Path, dtype: torch.dty
 
 def test_a_part_of_a_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[str] = []
-    tensor = module._tensor
-    monkeypatch.setattr(module, "_tensor", lambda x, *at: read.append(x.name) or tensor(x, *at))
+    tensor = module._box
+    monkeypatch.setattr(module, "_box", lambda x, *at: read.append(x.name) or tensor(x, *at))
     model = nn.ModuleDict({"up": nn.Linear(K, N), "other": nn.Linear(2, 3)}).bfloat16()
     with pytest.raises(CheckpointError, match=r"2 missing \(other.weight, other.bias\), 5 unexp"):
         load_fp8(model, folder)
@@ -344,7 +344,7 @@ def test_what_does_not_fit_says_what_and_where(
 def test_a_file_that_breaks_while_it_is_read_changes_nothing(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tensor, read = module._tensor, []
+    tensor, read = module._box, []
 
     def breaks(entry: Any, *at: Any) -> Tensor:
         read.append(entry.name)
@@ -352,7 +352,7 @@ def test_a_file_that_breaks_while_it_is_read_changes_nothing(
             raise CheckpointError(f"{entry} cannot be read (I/O error)")
         return tensor(entry, *at)
 
-    monkeypatch.setattr(module, "_tensor", breaks)
+    monkeypatch.setattr(module, "_box", breaks)
     assert_refused(folder, TARGETS["plain"](), "cannot be read")
 
 

@@ -58,14 +58,18 @@ def holder(experts: Experts) -> nn.Module:
 
 
 @pytest.mark.parametrize("separate", [False, True], ids=["whole", "matrices of experts"])
+@pytest.mark.parametrize("is_empty", [False, True])
 @on_ranks(2, gpus=())
-def test_several_pieces_of_a_stack(mesh: DeviceMesh, separate: bool, tmp_path: Path) -> None:
+def test_several_pieces_of_a_stack(
+    mesh: DeviceMesh, is_empty: bool, separate: bool, tmp_path: Path
+) -> None:
     source = in_fp8(holder(Experts(0)))
     if dist.get_rank() == 0:
         save_fp8(source, tmp_path / "fp8", separate_experts=separate)
     dist.barrier()
     assert ("experts.0.gate_proj.weight" in read(tmp_path / "fp8")) == separate
-    model = in_fp8(holder(Experts(1).cut(mesh)))
+    experts = Experts(1)
+    model = in_fp8(holder((experts.to("meta") if is_empty else experts).cut(mesh)))
     report = load_fp8(model, tmp_path / "fp8")
     assert report.fp8 == ("experts.gate_up_proj",)
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from blocktensor import BlockwiseFP8Weight, audit, convert, functional
 from tests.support.models import randn
 from tests.support.moe_models import TOKENS, GroupedExperts, TitanMoE, transformers_moe
 from tests.support.numeric import relative_error
+from tests.support.published import expert_parallel
 from tests.support.ranks import on_ranks
 from tests.support.sharded import mesh_of
 from tests.support.steps import assert_bits, step
@@ -103,28 +103,6 @@ def test_an_implementation_that_copies_experts_is_refused(mode: Callable[[], Any
 
 # Expert parallelism: FP8 on every rank, as in one process
 
-_OF_5_17 = {
-    "model.layers.*.mlp.gate": "ep_router",
-    "model.layers.*.mlp.experts.gate_up_proj": "grouped_gemm",
-    "model.layers.*.mlp.experts.down_proj": "grouped_gemm",
-    "model.layers.*.mlp.experts": "moe_tp_experts",
-}
-"""The ``base_model_ep_plan`` of Qwen3-MoE in transformers 5.17."""
-
-
-def parallelize(model: Any, mesh: DeviceMesh) -> None:
-    """As transformers does, whose functions for it moved."""
-    if importlib.util.find_spec("transformers.distributed.expert_parallel") is None:
-        from transformers.distributed.tensor_parallel import apply_tensor_parallelism
-
-        model.tp_plan = _OF_5_17
-        apply_tensor_parallelism(model, mesh)
-    else:
-        from transformers.distributed.expert_parallel import apply_expert_parallelism
-
-        plan = model._expand_parallel_plan(model.ep_plan)
-        apply_expert_parallelism(model, mesh, mesh, plan, ep_implementation="all_reduce")
-
 
 @needs_transformers
 @on_ranks(2, gpus=())
@@ -140,7 +118,7 @@ def test_transformers_experts_on_two_ranks(world: int, device: str) -> None:
         model = copy.deepcopy(plain)
         if before:
             convert(model, skip_small=False)
-        parallelize(model, mesh)
+        expert_parallel(model, mesh)
         if not before:
             convert(model, skip_small=False)
         loss = model(input_ids=TOKENS, labels=TOKENS).loss

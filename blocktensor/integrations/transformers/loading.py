@@ -17,7 +17,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -113,13 +113,19 @@ class FP8Checkpoint:
         """The names of the weights in the model."""
         return self.matched.sources.keys()
 
-    def load(self, model: nn.Module, recipe: Recipe, device: torch.device) -> None:
-        """Read the weights, frozen, on ``device``.
+    def load(
+        self,
+        model: nn.Module,
+        recipe: Recipe,
+        device: torch.device,
+        is_plain: Callable[[torch.Tensor], bool] = lambda _: False,
+    ) -> None:
+        """Read the weights on ``device``: frozen, or by value where ``is_plain`` returns True.
 
         Raises:
             CheckpointError: as :func:`blocktensor.load_fp8`; a weight that is not read.
         """
-        load_matched(model, self.folder, self.matched, device, recipe)
+        load_matched(model, self.matched, device, recipe, is_plain)
         left = [name for name, x in model.named_parameters() if x.is_meta]
         if left:
             raise CheckpointError(f"{self.folder}: {len(left)} weights were not read, {left[:5]}")

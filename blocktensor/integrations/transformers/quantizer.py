@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from ...fusion.fuse import FusionReport, fuse
 from ...model.matrix import Matrix, fp8_weights, matrices_of
 from ...model.names import weights_to_skip
 from ...model.weights import is_linear, kind_of
-from ...sharding.dtensor import local_of
+from ...sharding.dtensor import fp8_part, local_of
 from ...tensor.torch_internals.callers import caller
 from .config import METHOD, BlockwiseFP8Config
 from .loading import FP8Checkpoint, fp8_checkpoint, state_given_to_save
@@ -115,10 +115,22 @@ class BlockwiseFP8Quantizer(HfQuantizer):  # type: ignore[misc,unused-ignore]
             model.requires_grad_(False)
         if self._stored is not None:
             devices = (x.device for x in model.parameters() if not x.is_meta)
-            self._stored.load(model, config.recipe, next(devices, torch.device("cpu")))
-            if not config.frozen:
-                unfreeze(model)
-            _dequantize_skipped(model, config.skip)  # these train, too
+            device = next(devices, torch.device("cpu"))
+            if any(local_of(x) is not None for x in model.parameters()):
+                # distributed_config: transformers has cut the empty weights between ranks
+                _convert_stored(model, config, stored)
+                is_frozen = config.frozen
+                self._stored.load(
+                    model,
+                    config.recipe,
+                    device,
+                    lambda x: not is_frozen or fp8_part(x) is None,  # skipped ones are plain
+                )
+            else:
+                self._stored.load(model, config.recipe, device)
+                if not config.frozen:
+                    unfreeze(model)
+                _dequantize_skipped(model, config.skip)  # these train, too
         self.report = _converted(model, config, of_fp8=self._stored is not None)
         self._stored = None
         if config.fuse:
@@ -164,6 +176,19 @@ def _converted(model: PreTrainedModel, config: BlockwiseFP8Config, of_fp8: bool)
         skip_small=config.skip_small,
         stacks=config.experts if isinstance(config.experts, dict) else None,
         convert_head=config.convert_head,
+    )
+
+
+def _convert_stored(model: nn.Module, config: BlockwiseFP8Config, names: Set[str]) -> None:
+    """Convert the weights of these names, which are on meta."""
+    convert(
+        model,
+        config.recipe,
+        filter=lambda _, name: name in names or f"{name}.weight" in names,
+        skip=config.skip,
+        skip_small=False,
+        stacks=config.experts if isinstance(config.experts, dict) else None,
+        convert_head=True,
     )
 
 

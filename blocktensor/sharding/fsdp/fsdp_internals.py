@@ -177,6 +177,15 @@ def owner_of(local: Tensor, module: nn.Module | None = None) -> Any:
     return owner
 
 
+def adopt_parameters(model: nn.Module) -> None:
+    """Make FSDP refer to the parameters that modules were assigned, as it does after a move."""
+    modules = set(model.modules())
+    for state in _states():
+        for param, _ in _params(state):
+            if param._module_info.module in modules:
+                param.reset_sharded_param()
+
+
 def gathered_shape(local: Tensor) -> tuple[int, ...] | None:
     """Return the shape of what FSDP gathers for a weight with this local part; None for no shard.
 
