@@ -19,6 +19,8 @@ from torch import Tensor
 
 from ..autograd.linear import grouped_linear, linear, linear_override
 from ..ops import checks
+from ..ops.runtime.specialize import PLAIN
+from ..tensor.adapted import AdaptedWeight, LowRank
 from ..tensor.arithmetic import is_arithmetic
 from ..tensor.base import FP8Base, readable
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
@@ -126,9 +128,9 @@ def plus(product: Tensor, term: Tensor, beta: Any, alpha: Any) -> Tensor:
 
 
 def is_weight(x: Tensor) -> bool:
-    """Return True for an FP8 weight, trainable or frozen."""
+    """Return True for an FP8 weight: trainable, frozen, or with adapters."""
     square = isinstance(x, BlockwiseFP8Tensor) and x.format.transposes
-    return square or isinstance(x, BlockwiseFP8Weight)
+    return square or isinstance(x, (BlockwiseFP8Weight, AdaptedWeight))
 
 
 def is_stack(x: Tensor) -> bool:
@@ -172,6 +174,23 @@ def grouped_mm_fallback(input: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
 def bmm(input: Tensor, mat2: Tensor, **_: None) -> Tensor:
     """Run ``torch.bmm`` with a stack on one side, and ``matmul`` of two batches."""
     return _bmm(input, mat2, None)
+
+
+def _adapting(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Let ``baddbmm`` of a frozen stack and two plain batches adapt the stack, not compute a sum.
+
+    So adapters that other code adds to frozen experts, ``w + alpha * b @ a``, need no memory of the
+    size of ``w``.
+    """
+
+    def baddbmm(input: Tensor, batch1: Tensor, batch2: Tensor, **how: Any) -> Any:
+        is_plain = type(batch1) in PLAIN and type(batch2) in PLAIN
+        is_frozen = isinstance(input, BlockwiseFP8Tensor) and is_stack(input)
+        if is_plain and is_frozen and not how.keys() - {"alpha"}:
+            return AdaptedWeight(input, [LowRank(batch1, batch2, how.get("alpha", 1))])
+        return run(input, batch1, batch2, **how)
+
+    return baddbmm
 
 
 def baddbmm(
@@ -288,6 +307,7 @@ _OVERRIDES: dict[Any, Callable[..., Any]] = {
 PRODUCTS: dict[Any, Callable[..., Any]] = {
     F.linear: linear_override,
     **{func: in_all_forms(func, override) for func, override in _OVERRIDES.items()},
+    **{func: _adapting(in_all_forms(func, baddbmm)) for func in _named("baddbmm")},
     torch._grouped_mm: grouped_mm,
     TRANSFORMERS_FALLBACK: grouped_mm_fallback,
 }
