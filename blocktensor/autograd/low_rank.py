@@ -41,7 +41,7 @@ def plus_low_rank(y: Tensor, x: Tensor, term: LowRank, offs: Tensor | None) -> T
     rows = (x if x.ndim == 2 else x.reshape(-1, x.shape[-1])).to(y.dtype)
     b, a = _thin(term.b, y.dtype), _thin(term.a, y.dtype)
     if 0 in rows.shape or 0 in a.shape or 0 in b.shape:
-        return y + (a[:0].sum() + b[:0].sum())  # gradients are zeros, not None
+        return y + (rows[:0].sum() + a[:0].sum() + b[:0].sum())  # gradients are zeros, not None
     matrix = y if y.ndim == 2 else y.reshape(-1, y.shape[-1])
     made: Tensor = _LowRank.apply(matrix, rows, a, b, term.scaling, offs)
     return made if y.ndim == 2 else given_out(made, y.shape)

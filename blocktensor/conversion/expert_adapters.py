@@ -13,20 +13,20 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..overrides.matmul_functions import is_stack
 from ..patches import EXPERT_ADAPTERS
 from ..sharding.dtensor import fp8_part
 from ..tensor.adapted import AdaptedWeight, LowRank
+from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 
 
 @EXPERT_ADAPTERS.made_by
 def _adapting(theirs: Any) -> Any:
     @functools.wraps(theirs)
-    def _activate_lora(
-        self: Any, active_adapters: Sequence[str]
-    ) -> AbstractContextManager[None]:
+    def _activate_lora(self: Any, active_adapters: Sequence[str]) -> AbstractContextManager[None]:
         module, name = self.get_base_layer(), self.parameter_name
         weight = module._parameters.get(name)
         adapters = [x for x in active_adapters or () if x in self.lora_A]
@@ -40,9 +40,19 @@ def _adapting(theirs: Any) -> Any:
                 f"DTensor that ranks have cut: call fully_shard (FSDP2) after get_peft_model and on "
                 f"a module around the adapter, so that it gathers the stack before"
             )
-        return _in_place_of(module, name, AdaptedWeight(weight, _terms(self, adapters)))
+        return _in_place_of(module, name, _adapted(weight, _terms(self, adapters)))
 
     return _activate_lora
+
+
+def _adapted(weight: Any, terms: Sequence[LowRank]) -> Tensor:
+    """Return an AdaptedWeight; of a frozen stack by a torch function, which compilers keep whole."""
+    if not isinstance(weight, BlockwiseFP8Tensor):
+        return AdaptedWeight(weight, terms)
+    made: Tensor = weight
+    for b, a, scaling in terms:
+        made = torch.baddbmm(made, b, a, alpha=scaling)
+    return made
 
 
 @contextmanager

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from ..autograd.linear import grouped_linear, linear, linear_override
 from ..ops import checks
-from ..ops.runtime.specialize import PLAIN
 from ..tensor.adapted import AdaptedWeight, LowRank
 from ..tensor.arithmetic import is_arithmetic
 from ..tensor.base import FP8Base, readable
@@ -179,18 +178,20 @@ def bmm(input: Tensor, mat2: Tensor, **_: None) -> Tensor:
 def _adapting(run: Callable[..., Any]) -> Callable[..., Any]:
     """Let ``baddbmm`` of a frozen stack and two plain batches adapt the stack, not compute a sum.
 
-    So adapters that other code adds to frozen experts, ``w + alpha * b @ a``, need no memory of the
-    size of ``w``.
+    So adapters of frozen experts, ``w + alpha * b @ a``, need no memory of the size of ``w``. It is
+    a torch function, which Dynamo does not trace into.
     """
 
-    def baddbmm(input: Tensor, batch1: Tensor, batch2: Tensor, **how: Any) -> Any:
-        is_plain = type(batch1) in PLAIN and type(batch2) in PLAIN
-        is_frozen = isinstance(input, BlockwiseFP8Tensor) and is_stack(input)
-        if is_plain and is_frozen and not how.keys() - {"alpha"}:
-            return AdaptedWeight(input, [LowRank(batch1, batch2, how.get("alpha", 1))])
-        return run(input, batch1, batch2, **how)
+    def adapt(input: Tensor, batch1: Tensor, batch2: Tensor, **how: Any) -> Any:
+        is_sum = how.keys() - {"alpha"} or any(isinstance(x, FP8Base) for x in (batch1, batch2))
+        if is_sum or not is_stack(input) or isinstance(input, BlockwiseFP8Weight):
+            return run(input, batch1, batch2, **how)
+        term = LowRank(batch1, batch2, how.get("alpha", 1))
+        if isinstance(input, AdaptedWeight):
+            return AdaptedWeight(input.base, [*input.terms, term])
+        return AdaptedWeight(input, [term])
 
-    return baddbmm
+    return adapt
 
 
 def baddbmm(

@@ -43,11 +43,12 @@ class AdaptedWeight(FP8Base):
 
     Attributes:
         base: BlockwiseFP8Tensor or BlockwiseFP8Weight, ``[N, K]`` or ``[E, N, K]``.
-        terms: the :class:`LowRank` products, in the order in which matmuls add them.
+        scalings: of the terms.
+        b0, a0, b1, ...: the matrices of the terms; compilers see each as an inner tensor.
     """
 
     base: Any
-    terms: tuple[LowRank, ...]
+    scalings: tuple[float, ...]
 
     @staticmethod
     def __new__(cls, base: Any, terms: Sequence[LowRank]) -> AdaptedWeight:
@@ -72,8 +73,31 @@ class AdaptedWeight(FP8Base):
                 )
         layout = {"strides": base.stride(), "dtype": base.dtype, "device": base.device}
         self: AdaptedWeight = wrapper(cls, base.shape, **layout)
-        self.base, self.terms = base, tuple(terms)
+        self.base = base
+        self.scalings = tuple(scaling for _, _, scaling in terms)
+        for i, (b, a, _) in enumerate(terms):
+            setattr(self, f"b{i}", b)
+            setattr(self, f"a{i}", a)
         return self
+
+    @property
+    def terms(self) -> list[LowRank]:
+        """The :class:`LowRank` products, in the order in which matmuls add them."""
+        return [
+            LowRank(getattr(self, f"b{i}"), getattr(self, f"a{i}"), scaling)
+            for i, scaling in enumerate(self.scalings)
+        ]
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[float, ...]]:
+        names = [f"{x}{i}" for i in range(len(self.scalings)) for x in "ba"]
+        return ["base", *names], self.scalings
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor], context: Any, size: Sequence[int], stride: Sequence[int]
+    ) -> AdaptedWeight:
+        terms = [LowRank(inner[f"b{i}"], inner[f"a{i}"], s) for i, s in enumerate(context)]
+        return AdaptedWeight(inner["base"], terms)
 
     @property
     def recipe(self) -> Any:
@@ -133,16 +157,17 @@ def _matrix_transposed(w: AdaptedWeight) -> AdaptedWeight:
 
 
 def _item(w: AdaptedWeight, index: Any) -> AdaptedWeight:
-    """Return one matrix of a stack."""
-    is_one = isinstance(index, int) or (isinstance(index, Tensor) and index.ndim == 0)
-    if w.ndim != 3 or not is_one or isinstance(index, bool):
-        w._other_op("an index other than one number of a stack", (), {})
-    terms = [LowRank(b[index], a[index], s) for b, a, s in w.terms]
-    return AdaptedWeight(w.base[index], terms)
+    """Return one matrix of a stack; other indices raise, of the stack without adapters too."""
+    base = w.base[index]
+    if w.ndim != 3 or base.ndim != 2:
+        w._other_op(f"w[{index!r}]", (), {})
+    return AdaptedWeight(base, [LowRank(b[index], a[index], s) for b, a, s in w.terms])
 
 
 def _select(w: AdaptedWeight, dim: int, index: int) -> AdaptedWeight:
-    return _item(w, index if dim % w.ndim == 0 else None)
+    if dim % w.ndim:
+        w._other_op(f"select({dim}, {index})", (), {})
+    return _item(w, index)
 
 
 def _converted(convert: Callable[..., Any], w: AdaptedWeight, *args: Any, **how: Any) -> Any:
