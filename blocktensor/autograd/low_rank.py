@@ -64,7 +64,7 @@ class _Rows(NamedTuple):
 
     Attributes:
         ends: int32 ``[E]``, the ends of the groups.
-        all_ends: the ends, with the rows of no group in the last group, so that matmuls define them.
+        all_ends: the same with the rows of no group in the last group, so that matmuls write them.
         outside: bool ``[T, 1]``, True for rows of no group.
     """
 
@@ -74,6 +74,7 @@ class _Rows(NamedTuple):
 
     @classmethod
     def of(cls, x: Tensor, offs: Tensor | None) -> _Rows:
+        """Describe the groups of the rows of ``x`` that end at ``offs``."""
         if offs is None:
             return cls()
         ends = ends_within(offs, x)

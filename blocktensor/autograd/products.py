@@ -242,7 +242,7 @@ def sum_groups(x: Tensor, offs: Tensor) -> Tensor:
 
 
 def ends_within(offs: Tensor, x: Tensor) -> Tensor:
-    # torch's ops would read memory beyond x
+    """Return ends of groups of the rows of ``x``: torch's ops would read memory beyond x."""
     return offs.clamp(0, x.shape[0]).cummax(0).values
 
 

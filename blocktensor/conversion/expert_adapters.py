@@ -37,8 +37,8 @@ def _adapting(theirs: Any) -> Any:
         if part is not weight:
             raise NotImplementedError(
                 f"a forward with an adapter of {name!r} {list(weight.shape)}, whose FP8 stack is a "
-                f"DTensor that ranks have cut: call fully_shard (FSDP2) after get_peft_model and on "
-                f"a module around the adapter, so that it gathers the stack before"
+                f"DTensor that ranks have cut: call fully_shard (FSDP2) after get_peft_model and "
+                f"on a module around the adapter, so that it gathers the stack before"
             )
         return _in_place_of(module, name, _adapted(weight, _terms(self, adapters)))
 
@@ -46,7 +46,7 @@ def _adapting(theirs: Any) -> Any:
 
 
 def _adapted(weight: Any, terms: Sequence[LowRank]) -> Tensor:
-    """Return an AdaptedWeight; of a frozen stack by a torch function, which compilers keep whole."""
+    """Return an AdaptedWeight; of a frozen stack by a torch function, which Dynamo keeps whole."""
     if not isinstance(weight, BlockwiseFP8Tensor):
         return AdaptedWeight(weight, terms)
     made: Tensor = weight

@@ -5,9 +5,10 @@ Two adapters need changes of peft:
 - DoRA divides by the norms of ``W + B A``. The import makes peft compute them from the dequantized
   values of W, which are freed after the norm is computed; matmuls with W stay in FP8. Peft 0.21.0
   and 0.21.2 compute the same bits without the import.
-- ``target_parameters`` adapt stacks of experts, by thin matmuls (``conversion/expert_adapters.py``).
-  A conversion makes this change as well if peft is imported by then: the import is needed only if
-  peft is imported after the model is converted or loaded.
+- ``target_parameters`` adapt stacks of experts; the import makes adapters of FP8 stacks run as
+  thin matmuls (``conversion/expert_adapters.py``). A conversion makes this change as well if peft
+  is imported by then: the import is needed only if peft is imported after the model is converted
+  or loaded.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Matmuls with adapted weights: the order of rounding, errors against fp64, and rows of no group."""
+"""Matmuls with adapted weights: order of rounding, errors against fp64, rows of no group."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RANK = 5  # is padded to whole vectors
 
 
 def integers(*shape: int, seed: int, dtype: torch.dtype) -> Tensor:
-    """Values from -2 to 2: all sums of products below are exact in fp32, before they are rounded."""
+    """Values from -2 to 2: all sums of products below are exact in fp32, before any rounding."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(-2, 3, shape, generator=generator).to(dtype)
 
