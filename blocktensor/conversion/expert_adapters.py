@@ -31,14 +31,16 @@ def _adapting(theirs: Any) -> Any:
         weight = module._parameters.get(name)
         adapters = [x for x in active_adapters or () if x in self.lora_A]
         part = fp8_part(weight)
-        if not adapters or part is None or not is_stack(part):
+        is_cut = part is not weight
+        if not adapters or part is None or not (is_cut or is_stack(part)):
             made: AbstractContextManager[None] = theirs(self, active_adapters)
             return made
-        if part is not weight:
+        if is_cut:
             raise NotImplementedError(
-                f"a forward with an adapter of {name!r} {list(weight.shape)}, whose FP8 stack is a "
-                f"DTensor that ranks have cut: call fully_shard (FSDP2) after get_peft_model and "
-                f"on a module around the adapter, so that it gathers the stack before"
+                f"a forward with an adapter of {name!r} {list(weight.shape)}, FP8 weights that "
+                f"ranks have cut: with FSDP2, call fully_shard after get_peft_model and on a "
+                f"module around the adapter, so that they are gathered before; with expert or "
+                f"tensor parallel stacks, adapt linear layers alone (target_modules)"
             )
         return _in_place_of(module, name, _adapted(weight, _terms(self, adapters)))
 

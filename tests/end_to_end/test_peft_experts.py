@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -29,6 +31,7 @@ from tests.support.compiling import fresh, graphs
 from tests.support.groups import ranges
 from tests.support.models import FP8_TYPES
 from tests.support.moe_models import TOKENS, transformers_moe
+from tests.support.ranks import on_ranks
 
 KINDS = ("qwen3", "mixtral", "deepseek", "glm4", "gpt_oss", "llama4")
 every_kind = pytest.mark.parametrize("kind", KINDS)
@@ -61,7 +64,8 @@ def dequantized(model: nn.Module) -> nn.Module:
 
 
 def loss_of(model: Any) -> Tensor:
-    loss: Tensor = model(input_ids=TOKENS, labels=TOKENS).loss
+    tokens = TOKENS.to(next(model.parameters()).device)
+    loss: Tensor = model(input_ids=tokens, labels=tokens).loss
     return loss
 
 
@@ -79,7 +83,8 @@ def assert_bits(got: list[Tensor], want: list[Tensor]) -> None:
 
 
 def relative(a: Tensor, b: Tensor) -> float:
-    return float((a.double() - b.double()).norm() / b.double().norm())
+    a, b = a.detach().double(), b.detach().double()
+    return float((a - b).norm() / b.norm())
 
 
 @contextmanager
@@ -378,3 +383,28 @@ def test_peft_refuses_what_has_no_thin_form(options: dict[str, Any]) -> None:
 def test_a_copy_of_single_experts_is_refused() -> None:
     with pytest.raises(NotImplementedError, match="experts_implementation='grouped_mm'"):
         loss_of(adapted(base(implementation="batched_mm")))
+
+
+@on_ranks(2, gpus=[2])
+def test_sharded_by_fsdp2_as_in_one_process(mesh: DeviceMesh, device: str) -> None:
+    """FSDP2 gathers the stacks in FP8 and the adapters in high precision, around the wrappers."""
+    model = adapted(base()).to(device)
+    want = results(model)
+    sharded = adapted(base()).to(device)
+    for layer in sharded.base_model.model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(sharded, mesh=mesh)
+    loss = loss_of(sharded)
+    loss.backward()
+    got = [p.grad.full_tensor() for p in sharded.parameters() if p.requires_grad]
+    assert_bits([loss.detach(), *got], want)
+
+
+@on_ranks(2, gpus=[2])
+def test_a_stack_that_stays_cut_is_refused(mesh: DeviceMesh, device: str) -> None:
+    model = base().to(device)
+    for module in model.modules():
+        if type(module).__name__ == "Qwen3MoeExperts":
+            fully_shard(module, mesh=mesh)  # before get_peft_model, and in the wrappers
+    with pytest.raises(NotImplementedError, match="call fully_shard after get_peft_model"):
+        loss_of(adapted(model))
