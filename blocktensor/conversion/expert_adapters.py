@@ -20,6 +20,7 @@ from ..overrides.matmul_functions import is_stack
 from ..patches import EXPERT_ADAPTERS
 from ..sharding.dtensor import fp8_part
 from ..tensor.adapted import AdaptedWeight, LowRank
+from ..tensor.base import FP8Base
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 
 
@@ -79,6 +80,12 @@ def _terms(wrapper: Any, adapters: Sequence[str]) -> list[LowRank]:
     for adapter in adapters:
         a: Tensor = wrapper.lora_A[adapter].weight.unflatten(0, (wrapper.num_experts, -1))
         b: Tensor = wrapper.lora_B[adapter].weight.unflatten(1, (-1, wrapper.num_experts))
+        if isinstance(a, FP8Base) or isinstance(b, FP8Base):
+            raise NotImplementedError(
+                f"the matrices of an adapter of {wrapper.parameter_name!r} are FP8 weights, but "
+                f"are multiplied in high precision: convert the model before get_peft_model, or "
+                f"with blocktensor.convert, which leaves them as they are"
+            )
         b = b.permute(2, 0, 1)
         if not wrapper._did_swap_in_out_features:
             a, b = b.transpose(1, 2), a.transpose(1, 2)

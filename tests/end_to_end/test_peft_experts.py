@@ -22,7 +22,15 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora.layer import ParamWrapper
 from safetensors.torch import load_file
 
-from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, convert, freeze, fuse, unfreeze
+from blocktensor import (
+    BlockwiseFP8Tensor,
+    BlockwiseFP8Weight,
+    convert,
+    freeze,
+    fuse,
+    to_blockwise_fp8_weights,
+    unfreeze,
+)
 from blocktensor.autograd import linear
 from blocktensor.patches import EXPERT_ADAPTERS
 from blocktensor.tensor.adapted import AdaptedWeight, LowRank
@@ -383,6 +391,21 @@ def test_peft_refuses_what_has_no_thin_form(options: dict[str, Any]) -> None:
 def test_a_copy_of_single_experts_is_refused() -> None:
     with pytest.raises(NotImplementedError, match="experts_implementation='grouped_mm'"):
         loss_of(adapted(base(implementation="batched_mm")))
+
+
+def test_a_conversion_leaves_adapters_of_stacks_alone() -> None:
+    torch.manual_seed(0)
+    model = adapted(transformers_moe("qwen3").bfloat16())
+    report = convert(model, skip_small=False)
+    assert "adapter of a parameter, which peft multiplies in high precision" in str(report)
+    assert_bits(results(model), results(adapted(base())))
+
+
+def test_adapters_in_fp8_are_refused() -> None:
+    model = adapted(base())
+    model.apply(to_blockwise_fp8_weights)
+    with pytest.raises(NotImplementedError, match="convert the model before get_peft_model"):
+        loss_of(model)
 
 
 @on_ranks(2, gpus=[2])
