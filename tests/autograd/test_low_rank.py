@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch import Tensor
 from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, functional, quantize
 from blocktensor.autograd.low_rank import plus_low_rank
 from blocktensor.tensor.adapted import AdaptedWeight, LowRank
-from tests.support.asserts import refused
+from tests.support.asserts import no_synchronization, refused
 from tests.support.grouped_linears import K, N, every_grouping, sample
 from tests.support.groups import GROUPS, ends, ranges
 from tests.support.models import randn
@@ -138,6 +139,30 @@ def test_errors_against_the_sum_of_weights_in_fp64(trained: bool) -> None:
         want["db"][e], want["da"][e] = scaling * dw @ a64.t(), scaling * b64.t() @ dw
     errors = {name: decibels(got[name].detach(), want[name]) for name in got}
     assert min(errors.values()) >= 50, errors
+
+
+@pytest.mark.gpu
+@every_grouping
+def test_a_gpu_computes_the_same_and_never_waits(groups: str) -> None:
+    _, sizes = GROUPS[groups]
+    x, grad, offs = sample(groups)
+    w = BlockwiseFP8Tensor.from_values(randn(len(sizes), N, K, seed=3) / K**0.5, (128, 128))
+    b, a = randn(len(sizes), N, RANK, seed=4) / 4, randn(len(sizes), RANK, K, seed=5) / K**0.5
+    results = []
+    for device in ("cpu", "cuda"):
+        inputs = leaves(*(t.to(device) for t in (x, b, a)))
+        stack, ends_there, gradient = w.to(device), offs.to(device), grad.to(device)
+        for watched in (False, True):  # the first call decides
+            for leaf in inputs:
+                leaf.grad = None
+            with no_synchronization() if device == "cuda" and watched else nullcontext():
+                adapted = torch.baddbmm(stack, inputs[1], inputs[2], alpha=2.0)
+                y = functional.grouped_linear(inputs[0], adapted, ends_there)
+                y.backward(gradient)
+        results.append([y.detach().cpu(), *(t.grad.cpu() for t in inputs)])
+    for got, want in zip(*reversed(results), strict=True):
+        assert got.isfinite().all()
+        assert (got.double() - want.double()).norm() <= 0.01 * want.double().norm()
 
 
 CALLS: dict[str, Callable[[Tensor, Any, Tensor], Tensor]] = {
