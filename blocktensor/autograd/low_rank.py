@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from ..ops.scale_layouts import VECTOR_BYTES
 from ..tensor.adapted import LowRank
@@ -36,8 +37,17 @@ def plus_low_rank(y: Tensor, x: Tensor, term: LowRank, offs: Tensor | None) -> T
         x: ``[..., K]``, its input; FP8 is dequantized.
         term: b ``[N, r]`` and a ``[r, K]``; with ``offs`` ``[E, N, r]`` and ``[E, r, K]``.
         offs: int32 ``[E]``, the cumulative ends of the groups of rows, or None.
+
+    Raises:
+        TypeError: a compiler traces groups in another dtype than bf16.
     """
     x = x.dequantize() if isinstance(x, BlockwiseFP8Tensor) else x
+    if offs is not None and y.dtype != torch.bfloat16 and is_compiling():
+        raise TypeError(
+            f"torch.compile of a grouped matmul with an adapter in {y.dtype}: torch compiles "
+            f"grouped matmuls of bf16 alone; convert the model to bf16, or run it under "
+            f"torch.autocast({y.device.type!r}, torch.bfloat16)"
+        )
     rows = (x if x.ndim == 2 else x.reshape(-1, x.shape[-1])).to(y.dtype)
     b, a = _thin(term.b, y.dtype), _thin(term.a, y.dtype)
     if 0 in rows.shape or 0 in a.shape or 0 in b.shape:

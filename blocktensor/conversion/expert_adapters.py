@@ -22,11 +22,13 @@ from ..sharding.dtensor import fp8_part
 from ..tensor.adapted import AdaptedWeight, LowRank
 from ..tensor.base import FP8Base
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
+from ..tensor.torch_internals.frames import only_inlined
 
 
 @EXPERT_ADAPTERS.made_by
 def _adapting(theirs: Any) -> Any:
     @functools.wraps(theirs)
+    @only_inlined
     def _activate_lora(self: Any, active_adapters: Sequence[str]) -> AbstractContextManager[None]:
         module, name = self.get_base_layer(), self.parameter_name
         weight = module._parameters.get(name)
@@ -48,6 +50,7 @@ def _adapting(theirs: Any) -> Any:
     return _activate_lora
 
 
+@only_inlined
 def _adapted(weight: Any, terms: Sequence[LowRank]) -> Tensor:
     """Return an AdaptedWeight; of a frozen stack by a torch function, which Dynamo keeps whole."""
     if not isinstance(weight, BlockwiseFP8Tensor):
@@ -59,6 +62,7 @@ def _adapted(weight: Any, terms: Sequence[LowRank]) -> Tensor:
 
 
 @contextmanager
+@only_inlined
 def _in_place_of(module: nn.Module, name: str, adapted: Tensor) -> Iterator[None]:
     """Put a tensor in the place of a parameter."""
     parameters: Any = module._parameters

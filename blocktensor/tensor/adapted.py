@@ -15,7 +15,9 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
+from ..ops.runtime.specialize import PLAIN
 from .base import FP8Base, wrapper
+from .torch_internals.frames import is_in_joint_graph, only_inlined
 
 
 class LowRank(NamedTuple):
@@ -36,6 +38,34 @@ class LowRank(NamedTuple):
         return torch.matmul(self.b.to(dtype), self.a.to(dtype)) * self.scaling
 
 
+class _WithinGraphs:
+    """A method that weights whose terms are trained have only within a graph that compilers trace.
+
+    As an input or output of a graph, such a weight would be cut off from the gradients of its
+    terms. Dynamo takes an input without this method for an object that it cannot trace, and breaks
+    the graph. AOTAutograd calls the method of outputs.
+    """
+
+    def __init__(self, method: Callable[..., Any]) -> None:
+        self.method = method
+
+    @only_inlined
+    def __get__(self, weight: AdaptedWeight | None, owner: type) -> Any:
+        if weight is None:
+            return self.method
+        trained = [x for term in weight.terms for x in term[:2] if x.requires_grad]
+        if any(type(x) in PLAIN for x in trained):
+            raise AttributeError("__tensor_flatten__")
+        if any(map(is_in_joint_graph, trained)):
+            raise NotImplementedError(
+                f"an AdaptedWeight {list(weight.shape)} is a result of a compiled graph, which "
+                f"would cut its low-rank matrices off from their gradients: compile its matmuls in "
+                f"the same graph, without a graph break between, or make it in a function with "
+                f"torch.compiler.disable"
+            )
+        return self.method.__get__(weight, owner)
+
+
 class AdaptedWeight(FP8Base):
     """An FP8 weight ``base`` plus low-rank terms: ``base + sum(s b a)``.
 
@@ -51,6 +81,7 @@ class AdaptedWeight(FP8Base):
     scalings: tuple[float, ...]
 
     @staticmethod
+    @only_inlined
     def __new__(cls, base: Any, terms: Sequence[LowRank]) -> AdaptedWeight:
         """Adapt ``base``; no memory is allocated.
 
@@ -81,13 +112,15 @@ class AdaptedWeight(FP8Base):
         return self
 
     @property
+    @only_inlined
     def terms(self) -> list[LowRank]:
         """The :class:`LowRank` products, in the order in which matmuls add them."""
-        return [
-            LowRank(getattr(self, f"b{i}"), getattr(self, f"a{i}"), scaling)
-            for i, scaling in enumerate(self.scalings)
-        ]
+        made = []
+        for i, scaling in enumerate(self.scalings):
+            made.append(LowRank(getattr(self, f"b{i}"), getattr(self, f"a{i}"), scaling))
+        return made
 
+    @_WithinGraphs
     def __tensor_flatten__(self) -> tuple[list[str], tuple[float, ...]]:
         names = [f"{x}{i}" for i in range(len(self.scalings)) for x in "ba"]
         return ["base", *names], self.scalings
@@ -116,6 +149,7 @@ class AdaptedWeight(FP8Base):
         return f"AdaptedWeight({self.base!r}, ranks={ranks})"
 
     @classmethod
+    @only_inlined
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         view = _VIEWS.get(func)
         if view is not None and isinstance(args[0], AdaptedWeight):
@@ -133,11 +167,13 @@ class AdaptedWeight(FP8Base):
         )
 
 
+@only_inlined
 def _transposed(w: AdaptedWeight) -> AdaptedWeight:
     terms = [LowRank(a.transpose(-2, -1), b.transpose(-2, -1), s) for b, a, s in w.terms]
     return AdaptedWeight(w.base.transpose(-2, -1), terms)
 
 
+@only_inlined
 def _transpose(w: AdaptedWeight, dim0: int, dim1: int) -> AdaptedWeight:
     dims = {dim0 % w.ndim, dim1 % w.ndim}
     if dims == {w.ndim - 2, w.ndim - 1}:
@@ -145,6 +181,7 @@ def _transpose(w: AdaptedWeight, dim0: int, dim1: int) -> AdaptedWeight:
     w._other_op(f"transpose({dim0}, {dim1})", (), {})
 
 
+@only_inlined
 def _permute(w: AdaptedWeight, *dims: Any) -> AdaptedWeight:
     order = dims[0] if len(dims) == 1 else dims
     if [d % w.ndim for d in order] == [*range(w.ndim - 2), w.ndim - 1, w.ndim - 2]:
@@ -152,10 +189,12 @@ def _permute(w: AdaptedWeight, *dims: Any) -> AdaptedWeight:
     w._other_op(f"permute({order})", (), {})
 
 
+@only_inlined
 def _matrix_transposed(w: AdaptedWeight) -> AdaptedWeight:
     return _transpose(w, 0, 1)  # refuses a stack
 
 
+@only_inlined
 def _item(w: AdaptedWeight, index: Any) -> AdaptedWeight:
     """Return one matrix of a stack; other indices raise, of the stack without adapters too."""
     base = w.base[index]
@@ -164,12 +203,14 @@ def _item(w: AdaptedWeight, index: Any) -> AdaptedWeight:
     return AdaptedWeight(base, [LowRank(b[index], a[index], s) for b, a, s in w.terms])
 
 
+@only_inlined
 def _select(w: AdaptedWeight, dim: int, index: int) -> AdaptedWeight:
     if dim % w.ndim:
         w._other_op(f"select({dim}, {index})", (), {})
     return _item(w, index)
 
 
+@only_inlined
 def _converted(convert: Callable[..., Any], w: AdaptedWeight, *args: Any, **how: Any) -> Any:
     """Convert the dtype of the base; matmuls convert the terms to the dtype of their input."""
     base = convert(w.base, *args, **how)

@@ -35,7 +35,7 @@ from blocktensor.autograd import linear
 from blocktensor.patches import EXPERT_ADAPTERS
 from blocktensor.tensor.adapted import AdaptedWeight, LowRank
 from tests.support.asserts import assert_no_marked_product
-from tests.support.compiling import fresh, graphs
+from tests.support.compiling import fresh, graphs, instantiates
 from tests.support.groups import ranges
 from tests.support.models import FP8_TYPES
 from tests.support.moe_models import TOKENS, transformers_moe
@@ -318,6 +318,56 @@ def test_a_compiled_model_has_one_graph_and_the_same_bits() -> None:
         for _ in range(3):
             assert_bits(results(model, compiled), want)
         assert graphs() == 1
+
+
+class BreakingSiLU(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return nn.functional.silu(x)
+
+
+@pytest.mark.slow
+@instantiates
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("inner", [False, True], ids=["a break in the experts", "experts alone"])
+def test_gradients_pass_between_graphs(inner: bool) -> None:
+    """The adapted stack is an input of the graph of the experts, and must not be an output."""
+    with fresh():
+        model = adapted(base())
+        want = results(model)
+        for module in model.modules():
+            if type(module).__name__ == "Qwen3MoeExperts":
+                module.act_fn = BreakingSiLU()
+                if inner:
+                    module.compile(backend="aot_eager")
+        run = None if inner else torch.compile(model, backend="aot_eager")
+        for _ in range(2):
+            assert_bits(results(model, run), want)
+
+
+@instantiates
+def test_adapters_of_ones_own_in_a_graph() -> None:
+    """They are no result of a graph, and torch compiles no grouped matmul in fp32."""
+    with fresh():
+        w = BlockwiseFP8Tensor.from_values(torch.randn(3, 256, 128), (128, 128))
+        shapes = (6, 128), (3, 256, 8), (3, 8, 128)
+        fp32 = [torch.randn(*shape, requires_grad=True) for shape in shapes]
+        offs = torch.tensor([2, 2, 6], dtype=torch.int32)
+
+        def run(w: Tensor, x: Tensor, b: Tensor, a: Tensor) -> Tensor:
+            return nn.functional.grouped_mm(x, torch.baddbmm(w, b, a).mT, offs=offs)
+
+        compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+        with pytest.raises(RuntimeError, match="convert the model to bf16, or run it under"):
+            compiled(w, *fp32)
+        w, *inputs = w.bfloat16(), *(x.detach().bfloat16().requires_grad_() for x in fp32)
+        got, want = (
+            list(torch.autograd.grad(each(w, *inputs).sum(), inputs)) for each in (compiled, run)
+        )
+        assert_bits(got, want)
+        with pytest.raises(RuntimeError, match="compile its matmuls in the same graph"):
+            torch.compile(torch.baddbmm, backend="aot_eager")(w, *inputs[1:])
 
 
 @pytest.mark.parametrize("safe", [False, True])
