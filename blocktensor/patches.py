@@ -417,6 +417,20 @@ DORA_NORMS = Patch(
     without="DoRA may raise on FP8 weights: use LoraConfig(use_dora=False) then",
 )
 
+EXPERT_ADAPTERS = Patch(
+    name="expert_adapters",
+    target="peft.tuners.lora.layer:ParamWrapper._activate_lora",
+    kind="attribute",
+    reason="computes W + B A of expert stacks in every forward, of the stack's size in high "
+    "precision, and registers a parametrization for it",
+    versions="peft 0.21",
+    when=f"{FP8_TENSOR}, or a conversion, after peft was imported; or import "
+    "blocktensor.integrations.peft",
+    test="tests/end_to_end/test_peft_experts.py::test_nothing_of_the_size_of_a_stack_is_allocated",
+    without="several active adapters of an FP8 stack are added to its high-precision values in "
+    "every forward, and each forward registers a parametrization",
+)
+
 TORCHTITAN_CONFIG = Patch(
     name="torchtitan_config",
     target="torchtitan.models.common.decoder:Decoder.Config",

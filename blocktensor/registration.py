@@ -7,7 +7,7 @@ does the table of patches (``patches.py``), which are applied later.
 import torch
 
 from .checkpoint import save  # noqa: F401  (fills its tables, as modules below do)
-from .conversion import pretrained_models  # noqa: F401
+from .conversion import expert_adapters, pretrained_models  # noqa: F401
 from .ops.formats import named
 from .overrides.torch_functions import OVERRIDES
 from .recipe import Recipe

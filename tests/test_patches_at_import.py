@@ -93,6 +93,8 @@ print([x for x in changes(before) if "Tensor" not in x.partition(":")[2]])
     if "transformers" in OPTIONAL:
         of_models = "transformers.modeling_utils:PreTrainedModel"
         expected += [f"{of_models}.{x}" for x in ("resize_token_embeddings", "save_pretrained")]
+    if "peft" in OPTIONAL:
+        expected.append("peft.tuners.lora.layer:ParamWrapper._activate_lora")
     assert [x for x in converted if x in expected] == sorted(expected)
     theirs = {each.target for each in PATCHES}
     assert not theirs.intersection(converted).difference(expected)

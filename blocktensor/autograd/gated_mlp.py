@@ -31,6 +31,7 @@ from ..ops.producers.activations import ACTIVATIONS, ActivationName
 from ..ops.producers.ops import gated
 from ..ops.runtime.specialize import sequence
 from ..recipe import Recipe
+from ..tensor.adapted import AdaptedWeight
 from ..tensor.weight import BlockwiseFP8Weight
 from .backward import FP8Function, Gradients, given_out, refuse_gradients, run_backward
 from .gated_forms import (
@@ -64,6 +65,10 @@ def gated_mlp(
 
     With ``offs``, :func:`blocktensor.functional.gated_experts`.
     """
+    if any(type(w) is AdaptedWeight for w in weights):
+        features_of_h(*weights[:2])
+        linears = linears_by(linear, grouped_linear, offs, recipe)
+        return one_by_one(linears, x, weights, biases, activation)
     with torch._C.DisableTorchFunctionSubclass():
         if type(x) is BlockwiseFP8Weight:
             x = x.high_precision()

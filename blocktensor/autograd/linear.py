@@ -19,11 +19,13 @@ from ..ops.formats import BlockFormat, Quantized
 from ..ops.runtime.specialize import sequence
 from ..ops.scale_layouts import lines_of, scale_in_lines
 from ..recipe import Recipe
+from ..tensor.adapted import AdaptedWeight
 from ..tensor.arithmetic import is_arithmetic
 from ..tensor.base import MasterBase, readable
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
 from .backward import FP8Function, Gradients, given_out, refuse_gradients, run_backward
+from .low_rank import plus_low_rank
 from .matmuls import DENSE, Dense, Grouped, Saved, matmul_of, saved_of
 from .plan import Plan, autocast_dtype, plan_matmul
 from .repeat import Repeated
@@ -38,10 +40,13 @@ def linear(
 
     Args:
         x: ``[..., K]`` bf16, fp16 or fp32, or a 1x128 BlockwiseFP8Tensor.
-        w: ``[N, K]``: BlockwiseFP8Weight, BlockwiseFP8Tensor, or a plain tensor, which is cast.
+        w: ``[N, K]``: BlockwiseFP8Weight, BlockwiseFP8Tensor, either with adapters, or a plain
+            tensor, which is cast.
         bias: ``[N]``, added in fp32 before the one rounding of the output.
         recipe: for plain ``x`` and ``w``; default: the recipe of the operand that has one.
     """
+    if type(w) is AdaptedWeight:
+        return _adapted(linear(x, w.base, bias, recipe=recipe), x, w, None)
     # Every attribute of a subclass would otherwise pass through __torch_function__, 2 us each.
     with torch._C.DisableTorchFunctionSubclass():
         if type(x) is not Tensor:
@@ -69,16 +74,26 @@ def grouped_linear(
     Args:
         x: ``[T, K]`` bf16, fp16 or fp32, or a 1x128 BlockwiseFP8Tensor, rowwise alone if w needs
             a gradient.
-        w: ``[E, N, K]``: BlockwiseFP8Weight, BlockwiseFP8Tensor, or a plain tensor, which is cast.
+        w: ``[E, N, K]``: BlockwiseFP8Weight, BlockwiseFP8Tensor, either with adapters, or a plain
+            tensor, which is cast.
         offs: int32 ``[E]``, the cumulative ends of the groups.
         bias: ``[E, N]``, added in fp32 before the one rounding of the output.
         recipe: for plain ``x`` and ``w``; default: the recipe of the operand that has one.
     """
+    if type(w) is AdaptedWeight:
+        return _adapted(grouped_linear(x, w.base, offs, bias, recipe=recipe), x, w, offs)
     with torch._C.DisableTorchFunctionSubclass():
         x = _as_input(x)
         if has_no_experts(x, w, offs):
             return _of_no_experts(x, w, bias)
         return _matmul(x, w, bias, offs, recipe)
+
+
+def _adapted(y: Tensor, x: Tensor, w: AdaptedWeight, offs: Tensor | None) -> Tensor:
+    """Add the adapters' terms to the output of their base weight."""
+    for term in w.terms:
+        y = plus_low_rank(y, x, term, offs)
+    return y
 
 
 def _matmul(

@@ -237,12 +237,12 @@ def sum_groups(x: Tensor, offs: Tensor) -> Tensor:
 
     Deterministic and without a synchronisation; rows of no group are not read.
     """
-    begins_and_end = F.pad(_ends_within(offs, x), (1, 0))
+    begins_and_end = F.pad(ends_within(offs, x), (1, 0))
     return torch.segment_reduce(x.float(), "sum", offsets=begins_and_end, unsafe=True, initial=0)
 
 
-def _ends_within(offs: Tensor, x: Tensor) -> Tensor:
-    # torch's ops would read memory beyond x
+def ends_within(offs: Tensor, x: Tensor) -> Tensor:
+    """Return ends of groups of the rows of ``x``: torch's ops would read memory beyond x."""
     return offs.clamp(0, x.shape[0]).cummax(0).values
 
 
@@ -253,7 +253,7 @@ def wgrad_in_high_precision(grad: Tensor, x: Tensor, out_dtype: torch.dtype) -> 
     """
     grad = _plain(grad)
     g, x = grad.reshape(-1, grad.shape[-1]).t(), x.reshape(-1, x.shape[-1]).to(grad.dtype)
-    with _without_autocast(x):
+    with without_autocast(x):
         if out_dtype == x.dtype:
             return torch.mm(g, x)
         if x.is_cuda and x.dtype != torch.float32:
@@ -270,9 +270,9 @@ def grouped_wgrad_in_high_precision(
     """
     grad = _plain(grad)
     n, k = grad.shape[1], x.shape[1]
-    g, x = _in_vectors(grad), _in_vectors(x.to(grad.dtype))
-    with _without_autocast(x):
-        dw = F.grouped_mm(g.t(), x, offs=_ends_within(offs, x))
+    g, x = in_vectors(grad), in_vectors(x.to(grad.dtype))
+    with without_autocast(x):
+        dw = F.grouped_mm(g.t(), x, offs=ends_within(offs, x))
     return dw[:, :n, :k].to(out_dtype)
 
 
@@ -280,7 +280,7 @@ def _plain(grad: Tensor) -> Tensor:
     return grad.dequantize() if isinstance(grad, BlockwiseFP8Tensor) else grad
 
 
-def _in_vectors(x: Tensor) -> Tensor:
+def in_vectors(x: Tensor) -> Tensor:
     """Return ``x[T, C]`` in rows of whole 16-byte vectors, as torch's grouped matmuls read it."""
     missing = -x.shape[1] % (VECTOR_BYTES // x.itemsize)
     if missing:
@@ -291,7 +291,7 @@ def _in_vectors(x: Tensor) -> Tensor:
     return x.clone()
 
 
-def _without_autocast(x: Tensor) -> contextlib.AbstractContextManager[object]:
+def without_autocast(x: Tensor) -> contextlib.AbstractContextManager[object]:
     """Switch off the caller's autocast, which would change the dtype of matmuls in a backward."""
     kind = x.device.type
     if kind == "meta" or not torch.is_autocast_enabled(kind):

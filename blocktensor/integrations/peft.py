@@ -1,8 +1,14 @@
-"""peft's DoRA on a base that is frozen in FP8: ``import blocktensor.integrations.peft``.
+"""peft's adapters on a base in FP8: ``import blocktensor.integrations.peft``.
 
-DoRA divides by the norms of ``W + B A``. The import makes peft compute them from the dequantized
-values of W, which are freed after the norm is computed; matmuls with W stay in FP8. Peft 0.21.0
-and 0.21.2 compute the same bits without the import, and no other adapter needs it.
+Two adapters need changes of peft:
+
+- DoRA divides by the norms of ``W + B A``. The import makes peft compute them from the dequantized
+  values of W, which are freed after the norm is computed; matmuls with W stay in FP8. Peft 0.21.0
+  and 0.21.2 compute the same bits without the import.
+- ``target_parameters`` adapt stacks of experts; the import makes adapters of FP8 stacks run as
+  thin matmuls (``conversion/expert_adapters.py``). A conversion makes this change as well if peft
+  is imported by then: the import is needed only if peft is imported after the model is converted
+  or loaded.
 """
 
 from __future__ import annotations
@@ -10,9 +16,9 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import peft.tuners.lora.dora  # noqa: F401  (is patched)
+import peft.tuners.lora.dora  # noqa: F401  (is patched, as peft.tuners.lora.layer is)
 
-from ..patches import DORA_NORMS
+from ..patches import DORA_NORMS, EXPERT_ADAPTERS
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 
 
@@ -27,3 +33,4 @@ def _of_values(theirs: Any) -> Any:
 
 
 DORA_NORMS.apply()
+EXPERT_ADAPTERS.apply()

@@ -267,14 +267,28 @@ def matrices_of(model: nn.Module, named: Named) -> list[Matrix]:
     ``named``: stacks of experts that the caller of ``convert`` has named.
     """
     matrices = []
+    adapters = _adapters_of_parameters(model)
     for name, module in model.named_modules():
         for key, parameter in module._parameters.items():
             if parameter is None:
                 continue
             if key != "bias" if is_lazy(parameter) else parameter.ndim > 1:
-                why = _why_left_alone(module, key, parameter, named)
+                why = _OF_ADAPTERS if module in adapters else None
+                why = why or _why_left_alone(module, key, parameter, named)
                 matrices.append(Matrix(name, key, module, why))
     return matrices
+
+
+_OF_ADAPTERS = "adapter of a parameter, which peft multiplies in high precision"
+
+
+def _adapters_of_parameters(model: nn.Module) -> set[nn.Module]:
+    """Return the linear layers that peft's ``target_parameters`` add: their weights alone are read.
+
+    The class that holds them is compared by name, so that peft need not be installed.
+    """
+    wrappers: Any = [x for x in model.modules() if kind_of(x) == "ParamWrapper"]
+    return {linear for x in wrappers for side in (x.lora_A, x.lora_B) for linear in side.values()}
 
 
 def _why_left_alone(module: nn.Module, key: str, parameter: Tensor, named: Named) -> str | None:

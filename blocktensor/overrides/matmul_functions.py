@@ -19,9 +19,11 @@ from torch import Tensor
 
 from ..autograd.linear import grouped_linear, linear, linear_override
 from ..ops import checks
+from ..tensor.adapted import AdaptedWeight, LowRank
 from ..tensor.arithmetic import is_arithmetic
 from ..tensor.base import FP8Base, readable
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
+from ..tensor.torch_internals.frames import only_inlined
 from ..tensor.weight import BlockwiseFP8Weight
 
 
@@ -126,9 +128,9 @@ def plus(product: Tensor, term: Tensor, beta: Any, alpha: Any) -> Tensor:
 
 
 def is_weight(x: Tensor) -> bool:
-    """Return True for an FP8 weight, trainable or frozen."""
+    """Return True for an FP8 weight: trainable, frozen, or with adapters."""
     square = isinstance(x, BlockwiseFP8Tensor) and x.format.transposes
-    return square or isinstance(x, BlockwiseFP8Weight)
+    return square or isinstance(x, (BlockwiseFP8Weight, AdaptedWeight))
 
 
 def is_stack(x: Tensor) -> bool:
@@ -172,6 +174,26 @@ def grouped_mm_fallback(input: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
 def bmm(input: Tensor, mat2: Tensor, **_: None) -> Tensor:
     """Run ``torch.bmm`` with a stack on one side, and ``matmul`` of two batches."""
     return _bmm(input, mat2, None)
+
+
+def _adapting(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Let ``baddbmm`` of a frozen stack and two plain batches adapt the stack, not compute a sum.
+
+    So adapters of frozen experts, ``w + alpha * b @ a``, need no memory of the size of ``w``. It is
+    a torch function, which Dynamo does not trace into.
+    """
+
+    @only_inlined
+    def adapt(input: Tensor, batch1: Tensor, batch2: Tensor, **how: Any) -> Any:
+        is_sum = how.keys() - {"alpha"} or any(isinstance(x, FP8Base) for x in (batch1, batch2))
+        if is_sum or not is_stack(input) or isinstance(input, BlockwiseFP8Weight):
+            return run(input, batch1, batch2, **how)
+        term = LowRank(batch1, batch2, how.get("alpha", 1))
+        if isinstance(input, AdaptedWeight):
+            return AdaptedWeight(input.base, [*input.terms, term])
+        return AdaptedWeight(input, [term])
+
+    return adapt
 
 
 def baddbmm(
@@ -288,6 +310,7 @@ _OVERRIDES: dict[Any, Callable[..., Any]] = {
 MATMULS: dict[Any, Callable[..., Any]] = {
     F.linear: linear_override,
     **{func: in_all_forms(func, override) for func, override in _OVERRIDES.items()},
+    **{func: _adapting(in_all_forms(func, baddbmm)) for func in _named("baddbmm")},
     torch._grouped_mm: grouped_mm,
     TRANSFORMERS_FALLBACK: grouped_mm_fallback,
 }

@@ -15,6 +15,7 @@ from ..ops.formats import BlockFormat
 from .refusals import name_module, refuse
 from .torch_internals.aot_autograd import plain_tangent
 from .torch_internals.callers import address_as_a_name, caller
+from .torch_internals.frames import only_inlined
 
 TORCH_FUNCTIONS: dict[Any, Callable[..., Any]] = {}
 """Overrides above autograd for all FP8 types, from ``overrides/torch_functions.py``.
@@ -27,6 +28,7 @@ _OPS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 _GRAD: Any = Tensor.grad  # the descriptor
 
 
+@only_inlined
 def wrapper(kind: type, size: Sequence[int], **layout: Any) -> Any:
     """Return a tensor without memory; C functions that would read it raise."""
     if patches.is_pending:
@@ -151,6 +153,7 @@ class FP8Base(Tensor):
         return repr(known)
 
     @classmethod
+    @only_inlined  # it may return an AdaptedWeight
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         try:
             override = TORCH_FUNCTIONS.get(func)

@@ -35,7 +35,8 @@ FOREIGN = {
     "torchao": """Float8ColwiseParallel Float8LinearConverter Float8RowwiseParallel
         Float8TrainingOpConfig PrepareFloat8ModuleInput _auto_filter_for_recipe pad_inner_dim
         precompute_float8_dynamic_scale_for_fsdp quantize_ roofline_utils.py""",
-    "torchtitan": """--override --parallelism dist_gemm full_dtensor fused_swiglu init_weights
+    "torchtitan": """--override --parallelism LoRAConverter dist_gemm full_dtensor
+        fused_swiglu init_weights
         benchmarks/llama3-8b_h200_202506_trainy-whitefiber.md
         benchmarks/llama3_h100_202412_torchtitan.md""",
     "TransformerEngine": """Float8BlockScaling FusedAdam GroupedLinear LayerNormMLP fc1_weight
@@ -46,7 +47,8 @@ FOREIGN = {
         docs/megatron-lm-to-megatron-bridge.md docs/performance-summary-archive.md
         docs/performance-summary.md docs/source/workflows/training.md
         docs/user-guide/features/megatron_fsdp.md training/arguments.py""",
-    "transformers, peft": """DistributedConfig base_model_ep_plan config.json disable_adapter
+    "transformers, peft": """DistributedConfig ParamWrapper base_model_ep_plan config.json
+        disable_adapter
         enable_expert_parallel gate_up_proj_scale_inv label_smoothing_factor load_in_4bit
         tie_weights weight_scale""",
     "rollout engines": """--update-weight-buffer-size HTTPVLLMWeightSyncClient NCCLTrainerInitInfo

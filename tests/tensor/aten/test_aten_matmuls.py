@@ -7,9 +7,10 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from blocktensor import BlockwiseFP8Weight, freeze
+from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight
+from blocktensor.tensor.adapted import AdaptedWeight
 from tests.support.models import (
     POWER_OF_TWO,
     SQUARE,
@@ -109,21 +110,31 @@ def test_what_is_computed_from_a_weight_has_its_recipe() -> None:
         assert made.recipe == POWER_OF_TWO
 
 
-@pytest.mark.parametrize("frozen", [False, True])
-def test_a_stack_that_products_are_added_to_is_a_stack(frozen: bool) -> None:
-    module = nn.ParameterDict({"w": BlockwiseFP8Weight(randn(3, 256, 384, seed=1))})
-    if frozen:
-        freeze(module)
-    w = module["w"]
+def test_a_stack_that_products_are_added_to_is_a_stack() -> None:
+    w = BlockwiseFP8Weight(randn(3, 256, 384, seed=1))
     b, a = (t.expand(3, *t.shape).clone().requires_grad_() for t in (B, A))
-    values = w.dequantize() if frozen else plain(w)
-    sums, exact = (torch.baddbmm(t, b, a, alpha=2) for t in (w, values))
+    sums, exact = (torch.baddbmm(t, b, a, alpha=2) for t in (w, plain(w)))
     assert isinstance(sums, BlockwiseFP8Weight)
     assert torch.equal(plain(sums), exact)
     x = randn(3, 16, 384)
     y = torch.bmm(x, sums.mT)
     for i in range(3):
         assert torch.equal(y[i], F.linear(x[i], BlockwiseFP8Weight(exact[i].detach())))
+    y.sum().backward()
+    assert all(t.grad is not None and t.grad.count_nonzero() for t in (b, a))
+
+
+def test_products_are_added_to_a_frozen_stack_by_its_matmuls() -> None:
+    w = BlockwiseFP8Tensor.from_values(randn(3, 256, 384, seed=1), (128, 128))
+    b, a = (t.expand(3, *t.shape).clone().requires_grad_() for t in (B, A))
+    sums = torch.baddbmm(w, b, a, alpha=2)
+    assert isinstance(sums, AdaptedWeight)
+    x = randn(3, 16, 384)
+    y = torch.bmm(x, sums.mT)
+    exact = torch.bmm(x, w.mT).float() + 2 * torch.bmm(x.float(), (b.float() @ a.float()).mT)
+    torch.testing.assert_close(
+        y.float(), exact, rtol=0.02, atol=0.02 * exact.detach().abs().max().item()
+    )
     y.sum().backward()
     assert all(t.grad is not None and t.grad.count_nonzero() for t in (b, a))
 
