@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from ..conversion.checks import swappable
 from ..model.names import check_module
 from ..model.progress import check_progress, progress_bar
 from ..model.weights import is_linear, kind_of
@@ -27,7 +26,7 @@ from ..sharding.fsdp.fsdp_internals import adopt_parameters
 from ..sharding.fsdp.shards import FrozenShard
 from ..sharding.ranks import Ranks
 from ..tensor.base import FP8Base
-from ..tensor.compat.swap_in import swap_in
+from ..tensor.compat.swap_in import check_swappable, swap_in
 from ..text_table import Report, Table, collapse
 from .adapters import without_adapters
 from .contents import Entry, entries_of
@@ -311,7 +310,7 @@ def _planned(
         check_fits(name, source, current, is_frozen=is_frozen)
         check_cut(name, current, source, recipe, is_frozen=is_frozen)
         if current.is_meta and isinstance(current, nn.Parameter):
-            swappable(current, name, "load")
+            check_swappable(current, name, "load")
     computed: Computed = {}
     for reader in matched.readers:
         made = functools.cache(reader.compute)
