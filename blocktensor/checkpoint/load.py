@@ -267,7 +267,7 @@ Computed = dict[Entry, Callable[[ReadWhole], Tensor]]
 
 
 class _Plan(NamedTuple):
-    """What is to be loaded, checked but not read.
+    """A load that was checked, of which nothing is read yet.
 
     Attributes:
         sources: the stored tensors of the model's, by name.

@@ -570,7 +570,7 @@ def test_dispatch_modes() -> None:
 
 
 def saved_by_graph(y: Tensor, *owned: Tensor) -> list[Tensor]:
-    """What the compiled function that made ``y`` saves of its intermediates.
+    """Return the intermediates that the compiled function of ``y`` saves.
 
     ``owned``: the parameters, and other tensors that it only reads.
     """

@@ -110,7 +110,7 @@ def source(tmp_path: Path) -> Path:
 
 
 def is_drawing(path: Path) -> bool:
-    """Whether the file is an SVG that has texts, and bars besides its ground, axes and legend."""
+    """Return True for an SVG with texts, and with bars besides its ground, axes and legend."""
     text = path.read_text("utf-8")
     return "</text>" in text and text.count('id="patch_') > 5
 

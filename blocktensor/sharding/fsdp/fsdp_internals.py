@@ -123,7 +123,7 @@ def sharded_with(owner: Any) -> tuple[list[ShardedParam], bool]:
 
 
 class Sharding(NamedTuple):
-    """How FSDP2 shards one parameter.
+    """The cut of one parameter by FSDP2.
 
     Attributes:
         dim: it is cut along this dimension.
