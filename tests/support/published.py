@@ -102,7 +102,7 @@ _OF_5_17 = {
 
 
 def expert_parallel(model: Any, mesh: DeviceMesh) -> None:
-    """Cut the experts of a model by transformers' own function, which has moved between versions."""
+    """Cut the experts of a model by transformers' own function, which moved between versions."""
     if importlib.util.find_spec("transformers.distributed.expert_parallel") is None:
         from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from blocktensor import convert
 from blocktensor.ops import reference
 from blocktensor.ops.formats import BLOCKS_1X128
+from tests.support.models import randn
 
 
 def in_rows(x: Tensor) -> Tensor:
@@ -52,3 +56,58 @@ def rounding(chosen: Callable[[Tensor], bool] = is_activation) -> saved_tensors_
         return x.detach()
 
     return saved_tensors_hooks(pack, lambda x: x)
+
+
+T, K = 32, 512
+
+
+class Block(nn.Module):
+    """A norm, heads, an MLP and a residual, like a transformer's."""
+
+    def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(K, dtype=dtype)
+        self.qkv = nn.Linear(K, 3 * K, bias=False, dtype=dtype)
+        self.out = nn.Linear(K, K, bias=False, dtype=dtype)
+        self.up = nn.Linear(K, 2 * K, bias=False, dtype=dtype)
+        self.down = nn.Linear(2 * K, K, bias=False, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            part.view(*x.shape[:-1], 4, 128).transpose(-2, -3)
+            for part in self.qkv(self.norm(x)).chunk(3, -1)
+        )
+        attended = F.scaled_dot_product_attention(q, k, v).transpose(-2, -3).flatten(-2)
+        x = x + self.out(attended)
+        return x + self.down(F.silu(self.up(x)))
+
+
+def model(fp8: bool = False, layers: int = 2, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+    torch.manual_seed(0)
+    made = nn.Sequential(nn.Linear(K, K, dtype=dtype), *(Block(dtype) for _ in range(layers)))
+    if fp8:
+        convert(made, skip_small=False)
+    return made
+
+
+def small_model() -> nn.Module:
+    return nn.Sequential(nn.Linear(K, K), nn.SiLU(), nn.Linear(K, K)).bfloat16()
+
+
+def data(dtype: torch.dtype = torch.bfloat16, device: Any = "cpu") -> Tensor:
+    return randn(2, T, K, dtype=dtype, device=device)
+
+
+def gradients(made: nn.Module, run: Callable[..., Tensor], context: Any) -> list[Tensor]:
+    """The gradients of all parameters, after a forward in a context, with the loss outside."""
+    made.zero_grad()
+    first = next(made.parameters())
+    with context:
+        y = run(data(first.dtype, first.device))
+    y.float().square().mean().backward()
+    return [p.grad.clone() for p in made.parameters() if p.grad is not None]
+
+
+def assert_bits(made: list[Tensor], wanted: list[Tensor]) -> None:
+    assert len(made) == len(wanted) > 0
+    assert all(torch.equal(a, b) for a, b in zip(made, wanted, strict=True))

@@ -1,0 +1,174 @@
+"""Activations saved in FP8: by compiled graphs too, or the context is refused."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from blocktensor import saved_tensors_in_fp8
+from tests.support.models import randn
+from tests.support.saved import K, T, assert_bits, data, gradients, model, rounding, small_model
+
+
+def saved_by_graph(y: Tensor, *owned: Tensor) -> list[Tensor]:
+    """Return the intermediates that the compiled function of ``y`` saves.
+
+    ``owned``: the parameters, and other tensors that it only reads.
+    """
+    addresses = {getattr(x, "master", x).data_ptr() for x in owned}
+    return [x for x in y.grad_fn.saved_tensors if x.data_ptr() not in addresses]
+
+
+def compiled(function: Any, **options: Any) -> Any:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    return torch.compile(function, backend="aot_eager", **options)
+
+
+def test_a_compiled_graph_packs_its_intermediates() -> None:
+    w = nn.Parameter(randn(K, K, seed=1))
+    function = compiled(lambda x: F.silu(x @ w), fullgraph=True)
+    gradients_of = []
+    for run in (function, lambda x: F.silu(x @ w)):
+        x = data().requires_grad_()
+        with saved_tensors_in_fp8():
+            y = run(x)
+        gradients_of.append(torch.autograd.grad(y.float().square().sum(), [x, w]))
+    assert_bits(*gradients_of)
+    with saved_tensors_in_fp8():
+        saved = saved_by_graph(function(x), x, w)
+    assert [x.dtype for x in saved if x.numel() >= K] == [torch.float8_e4m3fn]
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_a_compiled_model(fp8: bool) -> None:
+    made, x = model(fp8), data()
+    function = compiled(made, fullgraph=True)
+    bytes_of, found = {}, {}
+    for _ in range(2):  # a graph for each way, found again
+        for way, context in (
+            ("plain", nullcontext()),
+            ("packed", saved_tensors_in_fp8()),
+            ("not enabled", saved_tensors_in_fp8(enabled=False)),
+        ):
+            with context:
+                saved = saved_by_graph(function(x), x, *made.parameters())
+            bytes_of[way] = sum(t.nbytes for t in saved)
+            found[way] = gradients(made, function, context)
+            of_heads = [t for t in saved if t.ndim == 4 and t.dtype == torch.bfloat16]
+            assert len(of_heads) >= 6, "queries, keys and values of two layers"
+    assert bytes_of["packed"] < (0.9 if fp8 else 0.75) * bytes_of["plain"]
+    assert bytes_of["not enabled"] == bytes_of["plain"]
+    assert_bits(found["not enabled"], found["plain"])
+    pairs = zip(found["packed"], found["plain"], strict=True)
+    errors = [float((a.float() - b.float()).norm() / b.float().norm()) for a, b in pairs]
+    assert 0.01 < max(errors) < 0.15
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+
+
+def test_a_compiled_graph_keeps_values_of_parameters() -> None:
+    w = nn.Parameter(randn(K, K, dtype=torch.float32))
+
+    def function(x: Tensor) -> Tensor:
+        return (x @ (w * w).bfloat16().exp()).sin().cos()
+
+    made, x = compiled(function, fullgraph=True), data().requires_grad_()
+    with saved_tensors_in_fp8():
+        saved = saved_by_graph(made(x), x, w)
+    assert [t.numel() for t in saved if t.dtype == torch.float8_e4m3fn] == [2 * T * K]
+    assert [t.shape for t in saved if t.dtype == torch.bfloat16] == [(K, K)]
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "aot_eager_decomp_partition"])
+def test_a_compiled_graph_keeps_logits(backend: str) -> None:
+    """Decomposed, backward computes probabilities again from the logits."""
+    head, words = nn.Parameter(randn(2 * K, K, seed=1)), torch.arange(2 * T)
+
+    def function(x: Tensor) -> Tensor:
+        return F.cross_entropy((x.flatten(0, 1) @ head.t()).float(), words)
+
+    torch._dynamo.reset()
+    made, gradients_of = torch.compile(function, backend=backend, fullgraph=True), []
+    for context in (nullcontext(), saved_tensors_in_fp8()):
+        x = data().requires_grad_()
+        with context:
+            loss = made(x)
+        gradients_of.append(torch.autograd.grad(loss, [x, head]))
+    assert_bits(*gradients_of)
+
+
+def test_a_compiled_graph_keeps_what_attention_reads() -> None:
+    """The graph saves the outputs of matmuls, and computes q, k and v of them again."""
+    weights = [nn.Parameter(randn(K, K, seed=seed) / 16) for seed in range(3)]
+
+    def function(x: Tensor) -> Tensor:
+        q, k, v = (((x @ w.t()).float() * 2).view(2, T, 4, 128).transpose(1, 2) for w in weights)
+        return F.scaled_dot_product_attention(q, k, v)
+
+    torch._dynamo.reset()
+    made = torch.compile(function, backend="aot_eager_decomp_partition", fullgraph=True)
+    gradients_of = []
+    for context in (nullcontext(), saved_tensors_in_fp8()):
+        x = data().requires_grad_()
+        with context, torch._functorch.config.patch(aggressive_recomputation=True):
+            y = made(x)
+        gradients_of.append(torch.autograd.grad(y.float().square().sum(), [x, *weights]))
+    assert_bits(*gradients_of)
+
+
+def test_a_compiled_module_with_hooks() -> None:
+    torch._dynamo.reset()
+    made = small_model()
+    plain = gradients(made, torch.compile(made, backend="aot_eager"), nullcontext())
+    torch._dynamo.reset()
+    saved = saved_tensors_in_fp8()
+    saved.register(made)
+    compiled = torch.compile(made, backend="aot_eager", fullgraph=True)
+    with pytest.warns(UserWarning, match="what this compiled graph saves"):
+        assert_bits(gradients(made, compiled, nullcontext()), plain)
+
+
+def test_a_context_in_a_compiled_function() -> None:
+    made = model(layers=0)
+
+    def run(x: Tensor) -> Tensor:
+        with saved_tensors_in_fp8():
+            return made(x).exp()
+
+    with pytest.raises(Exception, match="saved_tensors_in_fp8 in a compiled function"):
+        torch.compile(run, backend="eager", fullgraph=True)(data())
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_a_compiled_function_that_runs_eagerly() -> None:
+    """Dynamo gives up at the context, and must not trace what enters it and what packs."""
+    torch._dynamo.reset()
+    made, saved = model(layers=1), saved_tensors_in_fp8()
+
+    def run(x: Tensor) -> Tensor:
+        with saved:
+            return made(x)
+
+    assert_bits(
+        gradients(made, torch.compile(run, backend="eager"), nullcontext()),
+        gradients(made, made, rounding()),
+    )
+    assert "FP8" in {kind.kept_as for kind in saved.kinds}
+
+
+def test_compiled_autograd_is_refused() -> None:
+    from torch._dynamo.utils import maybe_enable_compiled_autograd
+
+    made = small_model()
+    with saved_tensors_in_fp8():
+        y = made(data())
+    with (
+        pytest.raises(Exception, match="compiled autograd cannot unpack what saved_tensors_in_fp8"),
+        maybe_enable_compiled_autograd(True),
+    ):
+        y.sum().backward()
