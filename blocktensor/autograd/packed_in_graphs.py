@@ -7,13 +7,12 @@ The hooks of this file decide with the node that computes the tensor, not with a
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, fx
-from torch._functorch._aot_autograd.graph_compile import _get_saved_tensor_hook_context
-from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from ..ops.cast.ops import dequantize, quantize_rowwise
 from ..ops.formats import BLOCKS_1X128, Quantized
@@ -55,7 +54,8 @@ def graphs() -> dict[str, Any] | None:
 
     ``_node`` of ``_fw_graph`` computes the tensor; ``_bw_graph`` gets it under the same name.
     """
-    return _get_saved_tensor_hook_context()
+    aot_autograd = sys.modules.get("torch._functorch._aot_autograd.graph_compile")
+    return None if aot_autograd is None else aot_autograd._get_saved_tensor_hook_context()
 
 
 def pack_in_graph(x: Tensor, asked: dict[str, Any]) -> PackedInGraph:
@@ -82,6 +82,8 @@ def _is_activation(x: Tensor, node: fx.Node) -> bool:
 
     Values in fp32 are statistics, where a model computes in 16 bits.
     """
+    from torch.fx.experimental.symbolic_shapes import guard_or_false  # imports SymPy
+
     return (
         x.dtype in (torch.bfloat16, torch.float16)
         and 1 < x.ndim <= 3
