@@ -8,7 +8,7 @@ The hooks of this file decide with the node that computes the tensor, not with a
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeAlias
 
 import torch
@@ -99,21 +99,8 @@ def _is_activation(x: Tensor, node: fx.Node) -> bool:
 
 def _is_of_probabilities(node: fx.Node) -> bool:
     """Return True for logits and probabilities: backward computes exponentials of their values."""
-    nodes, seen = [node], {node}
-    while nodes:
-        each = nodes.pop()
-        if _is_named(each, _PROBABILITIES):
-            return True
-        if each is node or not _is_named(each, _MATMULS):
-            new = [x for x in each.users if x not in seen]
-            seen.update(new)
-            nodes += new
-    return False
-
-
-def _is_named(node: fx.Node, parts: tuple[str, ...]) -> bool:
-    name = str(node.target)
-    return any(part in name for part in parts)
+    readers = _walk([node], lambda x: x.users if x is node or not _is_named(x, _MATMULS) else ())
+    return any(_is_named(x, _PROBABILITIES) for x in readers)
 
 
 def _read_by_attention(graph: fx.Graph) -> set[str]:
@@ -122,32 +109,39 @@ def _read_by_attention(graph: fx.Graph) -> set[str]:
     The graph may get them in other shapes, or before operations that it computes again; it computes
     no matmul again but in checkpointed parts.
     """
-    nodes = [
+    operands = [
         operand
         for node in graph.nodes
         if _is_named(node, _ATTENTION) and _is_named(node, ("backward",))
         for operand in node.all_input_nodes[1:]  # the first is the gradient
     ]
-    found = set(nodes)
-    while nodes:
-        each = nodes.pop()
-        if not _is_named(each, _MATMULS):
-            new = [x for x in each.all_input_nodes if x not in found]
-            found.update(new)
-            nodes += new
-    return {node.name for node in found if node.op == "placeholder"}
+    made_of = _walk(operands, lambda x: () if _is_named(x, _MATMULS) else x.all_input_nodes)
+    return {x.name for x in made_of if x.op == "placeholder"}
 
 
 def _is_of_parameters(node: fx.Node) -> bool:
     """Return True if a value is computed from parameters and buffers alone."""
     inputs = node.graph.find_nodes(op="placeholder")
     held = {inputs[i] for i in inputs_held_by_modules()}
-    nodes, seen = [node], {node}
-    while nodes:
-        each = nodes.pop()
-        if each.op == "placeholder" and each not in held:
-            return False
-        new = [x for x in each.all_input_nodes if x not in seen]
-        seen.update(new)
-        nodes += new
-    return True
+    made_of = _walk([node], lambda x: x.all_input_nodes)
+    return all(x in held for x in made_of if x.op == "placeholder")
+
+
+def _walk(
+    nodes: Iterable[fx.Node], following: Callable[[fx.Node], Iterable[fx.Node]]
+) -> Iterator[fx.Node]:
+    """Yield nodes and all that follow them, each once."""
+    found = dict.fromkeys(nodes)
+    waiting = [*found]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        new = dict.fromkeys(x for x in following(node) if x not in found)
+        found |= new
+        waiting += new
+
+
+def _is_named(node: fx.Node, parts: tuple[str, ...]) -> bool:
+    """Return True if the name of the operation has one of these parts."""
+    name = str(node.target)
+    return any(part in name for part in parts)

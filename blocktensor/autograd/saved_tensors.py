@@ -173,10 +173,10 @@ def _hooks(enabled: bool, has_dynamo: bool) -> tuple[Any, Any]:
 
     Args:
         enabled: whether they pack; AOTAutograd inlines these alone.
-        has_dynamo: whether Dynamo is imported.
+        has_dynamo: whether Dynamo is imported, which ``_untraced`` depends on.
     """
-    hooks = (_pack, _unpack) if not has_dynamo else (_untraced(_pack), _untraced(_unpack))
-    return (inlined_hook(hooks[0]), inlined_hook(hooks[1])) if enabled else hooks
+    pack, unpack = _untraced(_pack), _untraced(_unpack)
+    return (inlined_hook(pack), inlined_hook(unpack)) if enabled else (pack, unpack)
 
 
 def _untraced(function: Any) -> Any:
