@@ -47,8 +47,8 @@ FOREIGN = {
         docs/megatron-lm-to-megatron-bridge.md docs/performance-summary-archive.md
         docs/performance-summary.md docs/source/workflows/training.md
         docs/user-guide/features/megatron_fsdp.md training/arguments.py""",
-    "transformers, peft": """DistributedConfig ParamWrapper base_model_ep_plan config.json
-        disable_adapter
+    "transformers, peft": """DistributedConfig ParamWrapper autocast_adapter_dtype
+        base_model_ep_plan config.json disable_adapter
         enable_expert_parallel gate_up_proj_scale_inv label_smoothing_factor load_in_4bit
         tie_weights weight_scale""",
     "rollout engines": """--update-weight-buffer-size HTTPVLLMWeightSyncClient NCCLTrainerInitInfo

@@ -55,8 +55,6 @@ def _alias(func: Any, w: BlockwiseFP8Weight) -> BlockwiseFP8Weight:
 
 
 @_view(
-    aten.t.default,
-    aten.transpose.int,
     aten.permute.default,  # permute: w.T
     aten.view.default,
     aten._unsafe_view.default,
@@ -81,6 +79,16 @@ def _part(func: Any, w: BlockwiseFP8Weight, *args: Any, **kwargs: Any) -> Any:
             return _late_parts(func, w, copy, views, args, kwargs)
     views = func(w.master, *args, **kwargs)
     return tree_map(lambda view: _as_weight(view, w), views)
+
+
+@_view(aten.t.default, aten.transpose.int)
+def _transpose(func: Any, w: BlockwiseFP8Weight, *dims: int) -> Any:
+    """Transpose a weight, without comparing layouts: experts do it in every step."""
+    rank = w.ndim
+    swaps = not dims or {dim % rank for dim in dims} == {rank - 2, rank - 1}
+    if not swaps or isinstance(w._late, LateCopy):
+        return _part(func, w, *dims)
+    return BlockwiseFP8Weight(func(w.master, *dims), cache=w.cache, transposed=not w.transposed)
 
 
 def _as_weight(view: Tensor, w: BlockwiseFP8Weight) -> Tensor:
