@@ -55,7 +55,8 @@ def freeze(
         The names of the linear layers, and of the stacks of experts, that were frozen.
 
     Raises:
-        ValueError: another module of the model, an embedding say, holds the weight too.
+        ValueError: another module of the model, an embedding say, holds the weight too; or a
+            weight is on the meta device.
         NotImplementedError: FSDP2 has sharded a weight; freeze the model before ``fully_shard``.
         RuntimeError: an autograd graph or a wrapper such as DDP uses a weight.
         ValueError, TypeError: another ``rounding``, or a seed that is no integer.
@@ -81,7 +82,7 @@ def freeze(
 
     def frozen(weight: Matrix) -> Tensor | None:
         held = weight.fp8
-        if not isinstance(held, BlockwiseFP8Weight) or held.is_meta:
+        if not isinstance(held, BlockwiseFP8Weight):
             return None
         master, origin = held.master, origin_of(weight.parameter)
         made = weight.frozen_form(master, held.recipe)
@@ -207,7 +208,12 @@ def _check(weight: Matrix, action: str, other: str | None) -> None:
     """Raise if an FP8 weight cannot be exchanged, or if a module of kind ``other`` reads it."""
     what = f"the weight of {weight.label!r}" if weight.label else "the weight"
     fp8 = weight.fp8
-    is_trained = isinstance(fp8, BlockwiseFP8Weight) and not fp8.is_meta
+    is_trained = isinstance(fp8, BlockwiseFP8Weight)
+    if is_trained and fp8.is_meta and action == "freeze":
+        raise ValueError(
+            f"{what} is on the meta device and has no values to freeze: load the model first; "
+            f"load_fp8 fills a model on meta with frozen weights"
+        )
     # a trainable weight that FSDP2 has gathered has the frozen type, but requires a gradient
     looks_gathered = isinstance(fp8, BlockwiseFP8Tensor) and weight.parameter.requires_grad
     has_ranks = torch.distributed.is_available() and torch.distributed.is_initialized()

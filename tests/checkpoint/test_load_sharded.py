@@ -47,7 +47,8 @@ class Experts(nn.Module):
 
 def in_fp8(model: nn.Module) -> nn.Module:
     convert(model, skip_small=False, stacks={"experts": ["gate_up_proj"]})
-    freeze(model)
+    if not next(model.parameters()).is_meta:
+        freeze(model)
     return model
 
 

@@ -180,6 +180,17 @@ def test_freezing_a_weight_that_is_in_use(change: Callable[[nn.Module], Any]) ->
     assert len(change(model)) == 4
 
 
+def test_freezing_a_weight_without_values() -> None:
+    model = Model()
+    model.get_submodule(LAST).to("meta")  # as accelerate offloads one
+    everything(model)
+    text = refused(model, ValueError, freeze)
+    assert text.startswith(f"the weight of '{LAST}' is on the meta device and has no values")
+    values = randn(DIM, 3 * DIM, dtype=torch.float32)
+    model.get_submodule(LAST).load_state_dict({"weight": values}, assign=True)  # the remedy
+    assert LAST in freeze(model)
+
+
 def test_a_backward_that_is_under_way_goes_on() -> None:
     layer = nn.Linear(DIM, DIM)
     model = nn.Sequential(layer, nn.LazyLinear(DIM))
