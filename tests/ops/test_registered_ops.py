@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import typing
 from collections.abc import Callable
 from typing import Any
@@ -79,13 +78,16 @@ def grouped_samples(shape: tuple[int, int], rng: Generator) -> Samples:
     (m, k), n, offs = shape, 129, grouped(shape[0])
     x = values("normal", m, k, torch.bfloat16, rng)
     bias = torch.randn(3, n, generator=rng)
+    left, right = (torch.randn(*s, generator=rng).bfloat16() for s in ((m, 24), (3, n, 24)))
+    a, b = operand(m, k, 1, rng), stack(3, n, k, rng)
     g_col, x_col = (columnwise(torch.randn(m, c, generator=rng), offs) for c in (n, k))
     return {
         "quantize_grouped": (x, offs, BLOCKS_1X128, BLOCKS_1X128),
         "quantize_grouped in two formats": (x, offs, BLOCKS_1X128_POW2, BLOCKS_128X128_POW2),
         "quantize_grouped columnwise": (x, offs, None, BLOCKS_1X128_POW2),
         "quantize_grouped columnwise in squares": (x, offs, None, BLOCKS_128X128),
-        "grouped_gemm": (operand(m, k, 1, rng), stack(3, n, k, rng), offs, bias, torch.float32),
+        "grouped_gemm": (a, b, offs, bias, torch.float32),
+        "grouped_gemm of low rank": (a, b, offs, bias, torch.bfloat16, m, left, right),
         "grouped_gemm_wgrad": (g_col, x_col, offs, m, torch.float16),
     }
 
@@ -287,7 +289,9 @@ def test_one_graph_serves_all_sizes() -> None:
 def test_flops_of_products_are_counted(label: str, shape: tuple[int, int]) -> None:
     with FlopCounterMode(display=False) as counter:
         public(label)(*samples(shape)[label])
-    assert counter.get_total_flops() == 2 * math.prod(shape) * 129
+    rows, k = shape
+    rank = 24 * label.endswith("of low rank")
+    assert counter.get_total_flops() == 2 * rows * (k + rank) * 129
 
 
 @pytest.mark.parametrize(("label", "products"), LINEAR_PRODUCTS.items())
