@@ -29,6 +29,7 @@ from blocktensor.ops.grouped_gemm import ops as grouped_gemm_ops
 from blocktensor.ops.linear_layer import ops as linear_ops
 from blocktensor.ops.op import OPS
 from blocktensor.ops.producers import ops as producer_ops
+from blocktensor.ops.thin import ops as thin_ops
 from tests.support.groups import columnwise, ends, stack
 from tests.support.models import Trace
 from tests.support.numeric import E4M3, assert_same, operand, values
@@ -92,6 +93,19 @@ def grouped_samples(shape: tuple[int, int], rng: Generator) -> Samples:
     }
 
 
+def thin_samples(shape: tuple[int, int], rng: Generator) -> Samples:
+    (m, k), offs, bf16 = shape, grouped(shape[0]), torch.bfloat16
+    x, u = (values("normal", m, c, bf16, rng) for c in (k, 8))
+    w = torch.randn(3, 5, k, generator=rng)
+    return {
+        "thin_operand": (w, bf16),
+        "thin_operand of a transpose": (w.mT, torch.float16),
+        "thin_rows": (x, thin_ops.thin_operand(w.mT, bf16), offs, 0.3),
+        "thin_products": (x, u, offs, 5, torch.float32, "ecr"),
+        "thin_products in another order": (x, u, offs, 8, bf16, "cre"),
+    }
+
+
 def producer_samples(shape: tuple[int, int], rng: Generator) -> Samples:
     grad, gate, up = (values("normal", *shape, torch.bfloat16, rng) for _ in range(3))
     both, offs, silu = torch.cat([gate, up], 1), grouped(shape[0]), "silu"
@@ -148,7 +162,14 @@ def grouped(rows: int) -> Tensor:
 def samples(shape: tuple[int, int]) -> Samples:
     """The arguments of the functions, by a label: the op's name, and what is special."""
     made: Samples = {}
-    for of in (cast_samples, gemm_samples, grouped_samples, producer_samples, linear_samples):
+    for of in (
+        cast_samples,
+        gemm_samples,
+        grouped_samples,
+        thin_samples,
+        producer_samples,
+        linear_samples,
+    ):
         made |= of(shape, Generator().manual_seed(0))
     return made
 
@@ -185,7 +206,7 @@ def op_of(label: str) -> Any:
 def public(label: str) -> Callable[..., Any]:
     """The function of the package."""
     name = label.split()[0]
-    modules = (cast_ops, gemm_ops, grouped_gemm_ops, producer_ops, linear_ops)
+    modules = (cast_ops, gemm_ops, grouped_gemm_ops, thin_ops, producer_ops, linear_ops)
     function: Callable[..., Any] = next(vars(m)[name] for m in modules if name in vars(m))
     return function
 

@@ -86,9 +86,9 @@ def plan_grouped_wgrad(
     return Launch(
         grouped_kernel,
         (programs,),
-        (data_map(a.data, tile.a_rows), a_scale_map, data_map(b.data, tile.n), b_scale_map, rows, rows,
-         output_map(rows) if output.tma else rows, rows, rows, offs, Rows(tokens), n, k, experts,
-         ceil_div(n, tile.m), ceil_div(k, tile.n), blocks, 0, a_scale_ld, b_scale_ld, k),
+        (data_map(a.data, tile.a_rows), a_scale_map, data_map(b.data, tile.n), b_scale_map, rows,
+         rows, output_map(rows) if output.tma else rows, rows, rows, offs, Rows(tokens), n, k,
+         experts, ceil_div(n, tile.m), ceil_div(k, tile.n), blocks, 0, a_scale_ld, b_scale_ld, k),
         {"OUT": output, "T": tile},
         tile.options,
         compiler.hopper_gemm,
