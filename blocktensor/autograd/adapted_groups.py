@@ -177,6 +177,7 @@ def _forward(
     w_row, w_saved, read = read_weight(w, plan)
     x_row = Quantized(cast[0], cast[1], plan.format) if cast else None
     a = a.transpose(1, 2)
+    assert not isinstance(w_row, Tensor)
     compute = _recorded_fprop if plan.records_forward else _fprop
     y, u, thin_a, thin_b = compute(x, x_row, w_row, bias, offs, a, b, scaling, plan)
     orders = order_of(a.stride()), order_of(b.stride())
@@ -247,10 +248,21 @@ def _gradients(
     matmul = Grouped(offs, grad.shape[0])
     dbias = matmul.dbias(grad, plan) if needs_dbias else None
     x, u = x if needs_da else None, u if needs_db else None
-    of_x = (w_col, thin_a) if needs_dx else (None, None)
     compute = _recorded_backward if plan.records_backward else _backward
-    how = state.scaling, state.rank, state.dtypes, state.orders, plan
-    dx, da, db = compute(grad, x, u, *of_x, thin_b, offs, *how)
+    dx, da, db = compute(
+        grad,
+        x,
+        u,
+        w_col,
+        thin_a if needs_dx else None,
+        thin_b,
+        offs,
+        state.scaling,
+        state.rank,
+        state.dtypes,
+        state.orders,
+        plan,
+    )
     return dx, dbias, None if da is None else da.transpose(1, 2), db
 
 
