@@ -50,9 +50,10 @@ def adapted_groups(
     It takes plain bf16 rows, or rows that autocast converts to bf16; a frozen FP8 stack; and a rank
     that grouped GEMMs add.
     """
-    if not _takes(x, w, term, offs):
-        return None
+    # Every attribute of a subclass would otherwise pass through __torch_function__, 2 us each.
     with torch._C.DisableTorchFunctionSubclass():
+        if not _takes(x, w, term, offs):
+            return None
         operands = x, w, bias, offs, recipe, term.a, term.b, float(term.scaling)
         if repeat.table is not None and not is_compiling():
             known = repeat.run(operands)
