@@ -73,17 +73,14 @@ def adapted_groups(
 
 
 def _takes(x: Tensor, w: Tensor, term: LowRank, offs: Tensor) -> bool:
-    if (
-        not isinstance(w, BlockwiseFP8Tensor)
-        or w.requires_grad
-        or isinstance(x, BlockwiseFP8Tensor)
-    ):
+    if not is_compiling() and any(type(t) not in PLAIN for t in (x, term.a, term.b, offs)):
         return False
-    dtype = autocast_dtype(x) or x.dtype
-    plain = is_compiling() or all(type(t) in PLAIN for t in (x, term.a, term.b, offs))
+    if not isinstance(w, BlockwiseFP8Tensor) or isinstance(x, BlockwiseFP8Tensor):
+        return False
     fits = x.ndim == 2 and x.shape[1] == w.shape[2] and offs.shape == w.shape[:1]
-    is_empty = 0 in x.shape or 0 in w.shape
-    return plain and fits and not is_empty and is_fused(dtype, term.a.shape[1])
+    if w.requires_grad or not fits or 0 in x.shape or 0 in w.shape:
+        return False
+    return is_fused(autocast_dtype(x) or x.dtype, term.a.shape[1])
 
 
 def _shared_cast(x: Tensor, offs: Tensor, plan: Plan) -> tuple[Tensor, ...]:
