@@ -51,6 +51,7 @@ RANKS = (
     "blocktensor.ops.norm",
     "blocktensor.ops.cross_entropy",
     "blocktensor.ops.linear_layer",
+    "blocktensor.ops.thin",
     "blocktensor.ops.grouped_gemm",
     "blocktensor.ops.gemm",
     "blocktensor.ops.gemm.hopper",

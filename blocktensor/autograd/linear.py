@@ -19,11 +19,12 @@ from ..ops.formats import BlockFormat, Quantized
 from ..ops.runtime.specialize import sequence
 from ..ops.scale_layouts import lines_of, scale_in_lines
 from ..recipe import Recipe
-from ..tensor.adapted import AdaptedWeight
+from ..tensor.adapted import AdaptedWeight, LowRank
 from ..tensor.arithmetic import is_arithmetic
 from ..tensor.base import MasterBase, readable
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
+from .adapted_groups import adapted_groups
 from .backward import FP8Function, Gradients, given_out, refuse_gradients, run_backward
 from .low_rank import plus_low_rank
 from .matmuls import DENSE, Dense, Grouped, Saved, matmul_of, saved_of
@@ -46,7 +47,7 @@ def linear(
         recipe: for plain ``x`` and ``w``; default: the recipe of the operand that has one.
     """
     if type(w) is AdaptedWeight:
-        return _adapted(linear(x, w.base, bias, recipe=recipe), x, w, None)
+        return _adapted(linear(x, w.base, bias, recipe=recipe), x, w.terms, None)
     # Every attribute of a subclass would otherwise pass through __torch_function__, 2 us each.
     with torch._C.DisableTorchFunctionSubclass():
         if type(x) is not Tensor:
@@ -81,7 +82,11 @@ def grouped_linear(
         recipe: for plain ``x`` and ``w``; default: the recipe of the operand that has one.
     """
     if type(w) is AdaptedWeight:
-        return _adapted(grouped_linear(x, w.base, offs, bias, recipe=recipe), x, w, offs)
+        first, *others = w.terms
+        y = adapted_groups(x, w.base, first, offs, bias, recipe)
+        if y is None:
+            y, others = grouped_linear(x, w.base, offs, bias, recipe=recipe), w.terms
+        return _adapted(y, x, others, offs)
     with torch._C.DisableTorchFunctionSubclass():
         x = _as_input(x)
         if has_no_experts(x, w, offs):
@@ -89,9 +94,9 @@ def grouped_linear(
         return _matmul(x, w, bias, offs, recipe)
 
 
-def _adapted(y: Tensor, x: Tensor, w: AdaptedWeight, offs: Tensor | None) -> Tensor:
-    """Add the adapters' terms to the output of their base weight."""
-    for term in w.terms:
+def _adapted(y: Tensor, x: Tensor, terms: Sequence[LowRank], offs: Tensor | None) -> Tensor:
+    """Add terms of adapters to the output of their base weight."""
+    for term in terms:
         y = plus_low_rank(y, x, term, offs)
     return y
 

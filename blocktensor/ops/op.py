@@ -167,6 +167,7 @@ class _Schema:
         BlockFormat: "str",
         torch.dtype: "ScalarType",
         int: "SymInt",
+        float: "float",
         bool: "bool",
         str: "str",
     }

@@ -261,10 +261,16 @@ def grouped_gemm(
     bias: Tensor | None,
     out_dtype: torch.dtype,
     tokens: int | None = None,
+    left: Tensor | None = None,
+    right: Tensor | None = None,
 ) -> Tensor:
     """Multiply the rows of group e of ``A[T, K]`` by ``B[e, N, K]^T (+ bias[e, N])``.
 
     The result is ``[T, N]``. Rows of no group are zeros. ``tokens``: T, if A has more rows.
+
+    ``left[T, R] right[e, N, R]^T`` is added if given. The order is: the fp32 sum of :func:`gemm`
+    over the blocks of K, then this product, summed over R and rounded to fp32, then the bias. The
+    total is rounded to ``out_dtype`` once.
     """
     rows = a.data.shape[0] if tokens is None else tokens
     out = a.data.new_zeros((rows, b.data.shape[1]), dtype=out_dtype)
@@ -272,7 +278,12 @@ def grouped_gemm(
         if begin < end:
             of_group = Quantized(a.data[begin:end], a.scale[begin:end], a.format)
             expert = Quantized(b.data[e], b.scale[e], b.format)
-            out[begin:end] = gemm(of_group, expert, None if bias is None else bias[e], out_dtype)
+            total = gemm(of_group, expert, None, torch.float32)
+            if left is not None and right is not None:
+                total += (left[begin:end].double() @ right[e].double().t()).float()
+            if bias is not None:
+                total += bias[e].float()
+            out[begin:end] = total.to(out_dtype)
     return out
 
 

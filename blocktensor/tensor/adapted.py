@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from ..ops.runtime.specialize import PLAIN
 from .base import FP8Base, wrapper
@@ -75,10 +76,13 @@ class AdaptedWeight(FP8Base):
         base: BlockwiseFP8Tensor or BlockwiseFP8Weight, ``[N, K]`` or ``[E, N, K]``.
         scalings: of the terms.
         b0, a0, b1, ...: the matrices of the terms; compilers see each as an inner tensor.
+        _transposed_from: the weight whose transpose this is: models transpose a stack, and the
+            grouped matmul transposes it back.
     """
 
     base: Any
     scalings: tuple[float, ...]
+    _transposed_from: AdaptedWeight | None = None
 
     @staticmethod
     @only_inlined
@@ -89,21 +93,24 @@ class AdaptedWeight(FP8Base):
             ValueError: the shapes of a term do not fit the weight, or its matrices are no tensors
                 of the weight's device.
         """
-        for b, a, _ in terms:
-            fits = b.ndim == a.ndim == base.ndim and b.shape[-1] == a.shape[-2]
-            if not fits or (*b.shape[:-1], a.shape[-1]) != tuple(base.shape):
-                raise ValueError(
-                    f"low-rank matrices {list(b.shape)} and {list(a.shape)} for an FP8 weight "
-                    f"{list(base.shape)}: expected [..., N, r] and [..., r, K] for a weight "
-                    f"[..., N, K]"
-                )
-            if b.device != base.device or a.device != base.device:
-                raise ValueError(
-                    f"low-rank matrices on {b.device} and {a.device} for an FP8 weight on "
-                    f"{base.device}: move the adapter to {base.device}"
-                )
-        layout = {"strides": base.stride(), "dtype": base.dtype, "device": base.device}
-        self: AdaptedWeight = wrapper(cls, base.shape, **layout)
+        # Every attribute of a subclass would otherwise pass through __torch_function__.
+        with torch._C.DisableTorchFunctionSubclass():
+            for b, a, _ in terms:
+                fits = b.ndim == a.ndim == base.ndim and b.shape[-1] == a.shape[-2]
+                if not fits or (*b.shape[:-1], a.shape[-1]) != tuple(base.shape):
+                    raise ValueError(
+                        f"low-rank matrices {list(b.shape)} and {list(a.shape)} for an FP8 weight "
+                        f"{list(base.shape)}: expected [..., N, r] and [..., r, K] for a weight "
+                        f"[..., N, K]"
+                    )
+                if b.device != base.device or a.device != base.device:
+                    raise ValueError(
+                        f"low-rank matrices on {b.device} and {a.device} for an FP8 weight on "
+                        f"{base.device}: move the adapter to {base.device}"
+                    )
+            layout = {"strides": base.stride(), "dtype": base.dtype, "device": base.device}
+            shape = base.shape
+        self: AdaptedWeight = wrapper(cls, shape, **layout)
         self.base = base
         self.scalings = tuple(scaling for _, _, scaling in terms)
         for i, (b, a, _) in enumerate(terms):
@@ -169,8 +176,13 @@ class AdaptedWeight(FP8Base):
 
 @only_inlined
 def _transposed(w: AdaptedWeight) -> AdaptedWeight:
+    if w._transposed_from is not None:
+        return w._transposed_from
     terms = [LowRank(a.transpose(-2, -1), b.transpose(-2, -1), s) for b, a, s in w.terms]
-    return AdaptedWeight(w.base.transpose(-2, -1), terms)
+    made = AdaptedWeight(w.base.transpose(-2, -1), terms)
+    if not is_compiling():
+        made._transposed_from = w
+    return made
 
 
 @only_inlined

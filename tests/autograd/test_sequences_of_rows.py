@@ -16,8 +16,8 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from blocktensor import BlockwiseFP8Weight, Recipe
-from blocktensor.autograd import gated_mlp, linear
+from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, Recipe
+from blocktensor.autograd import adapted_groups, gated_mlp, linear
 from blocktensor.autograd.gated_forms import plan_gated
 from blocktensor.autograd.plan import plan_matmul
 from blocktensor.ops.cast import choose_backend as casts
@@ -32,6 +32,7 @@ from blocktensor.ops.runtime import record
 from blocktensor.ops.runtime.launch import Launch, this_thread, watch_launches
 from blocktensor.ops.runtime.triton_compat import launcher
 from blocktensor.ops.scale_layouts import empty_columnwise, empty_quantized
+from blocktensor.ops.thin import ops as thin
 from tests.support.fake_driver import player
 
 ROWS = (66, 65, 70, 72, 80, 96, 100, 112, 120, 127)
@@ -66,7 +67,7 @@ def planned(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         )
         return SimpleNamespace(backend=backend, name=backend.name, others=())
 
-    for module in (casts, gemms, producers, norms):
+    for module in (casts, gemms, producers, norms, thin):
         monkeypatch.setattr(module, "first_choice", choose)
     monkeypatch.setattr(hopper_launch, "card", lambda _: H200)
     monkeypatch.setattr(Launch, "__call__", lambda self: this_thread.launches.append((self, None)))
@@ -107,11 +108,14 @@ def recording(function: Callable[..., Any], args: tuple[Any, ...], with_rows: in
 
 
 def assert_same(
-    function: Callable[..., Any], make: Callable[[int], tuple[Any, ...]], with_rows: int
+    function: Callable[..., Any],
+    make: Callable[[int], tuple[Any, ...]],
+    with_rows: int,
+    numbers: tuple[int, ...] = ROWS,
 ) -> None:
-    every = {rows: recording(function, make(rows), with_rows) for rows in ROWS}
+    every = {rows: recording(function, make(rows), with_rows) for rows in numbers}
     found = {rows: each for rows, each in every.items() if each is not None}
-    assert len(found) >= len(ROWS) - 2
+    assert len(found) >= len(numbers) - 2
     wanted = next(iter(found.values()))
     assert len(wanted[1]) > 0
     assert [rows for rows, each in found.items() if each != wanted] == []
@@ -189,6 +193,37 @@ def test_gated_mlps(k: int, joint: bool) -> None:
 
     assert_same(gated_mlp._cast_and_fprop._function, forward, 0b1)
     assert_same(gated_mlp._of_forms._function, backward, 0b11001)
+
+
+@pytest.mark.usefixtures("planned")
+@pytest.mark.parametrize("rank", [5, 16])
+@pytest.mark.parametrize("k", [256, 1104])
+def test_adapters_of_experts(k: int, rank: int) -> None:
+    """Rows in groups have larger steps; nothing but the number of rows differs within one."""
+    experts = 3
+    w = BlockwiseFP8Tensor(
+        empty_quantized((experts, N, k), BLOCKS_128X128, CPU), shape=(experts, N, k)
+    )
+    offs = torch.zeros(experts, dtype=torch.int32)
+    w_col = empty_quantized((experts, k, N), BLOCKS_128X128, CPU)
+    a, b = torch.zeros(experts, rank, k), torch.zeros(N, rank, experts).permute(2, 0, 1)
+    thin_a, thin_b = (thin.empty_operand(t, torch.bfloat16) for t in (a.mT, b))
+
+    def plan(rows: int) -> Any:
+        return plan_matmul(matrix(rows, k).requires_grad_(), w, None, None, offs)
+
+    def forward(rows: int) -> tuple[Any, ...]:
+        of_groups = None, offs, a.mT, b, 0.3
+        return matrix(rows, k), None, w.rowwise(), *of_groups, plan(rows)
+
+    def backward(rows: int) -> tuple[Any, ...]:
+        u = matrix(rows, thin_a.shape[2])
+        how = 0.3, rank, (torch.float32,) * 2, ("erc", "cre"), plan(rows)
+        return matrix(rows, N), matrix(rows, k), u, w_col, thin_a, thin_b, offs, *how
+
+    numbers = 1025, 1030, 1099, 1104, 1500, 2047, 2048
+    assert_same(adapted_groups._recorded_fprop._function, forward, 0b11, numbers)
+    assert_same(adapted_groups._recorded_backward._function, backward, 0b1, numbers)
 
 
 @pytest.mark.usefixtures("planned")

@@ -123,6 +123,7 @@ def test_gradients_are_those_of_the_sum(
     """Up to the rounding of thin matrices in bf16, after which FP8 may round another way."""
     model = adapted(base(kind, frozen))
     got = results(model)
+    monkeypatch.setattr(linear, "adapted_groups", lambda *_: None)
     monkeypatch.setattr(linear, "plus_low_rank", of_the_sum)
     want = results(model)
     assert len(got) >= 5
@@ -232,7 +233,10 @@ def _with_second(model: PeftModel) -> None:
 
 
 def test_a_late_import_of_peft_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One adapter runs as thin matmuls without the patch too: peft adds it by ``baddbmm``."""
+    """One adapter runs as thin matmuls without the patch too: peft adds it by ``baddbmm``.
+
+    The gradients of A and B pass through peft's conversion to bf16.
+    """
     model = adapted(base())
     want = results(model)
     made: list[Any] = []
@@ -244,7 +248,9 @@ def test_a_late_import_of_peft_computes_the_same(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(nn.utils.parametrize, "register_parametrization", watched)
     with peft_alone():
-        assert_bits(results(model), want)
+        got = results(model)
+    assert torch.equal(got[0], want[0])
+    assert max(map(relative, got, want)) < 2**-8
     assert len(made) == 4
 
 
@@ -279,8 +285,10 @@ def test_parameters_are_in_their_places_after_a_forward(implementation: str) -> 
 
 
 def test_experts_one_by_one_compute_nearly_the_same() -> None:
+    """Groups add the adapter before they round, single matrices after; then FP8 rounds."""
     got, want = (results(adapted(base(implementation=x))) for x in ("eager", "grouped_mm"))
-    assert max(map(relative, got, want)) < 0.02
+    assert max(map(relative, got, want)) < 0.1
+    assert sum(map(relative, got, want)) / len(got) < 0.04
 
 
 def test_fused_experts_and_checkpointing_compute_the_same() -> None:
@@ -384,7 +392,7 @@ def test_merging(safe: bool) -> None:
             model.merge_adapter(safe_merge=safe)
         assert torch.equal(loss_of(model), before)
         unfreeze(model)
-        assert torch.equal(loss_of(model), before)
+        assert abs(loss_of(model) - before) < 0.005  # adds the adapter to the rounded output
         kept = {name: x.get_param().master.clone() for name, x in wrappers.items()}
         model.merge_adapter(safe_merge=safe)
         for name, x in wrappers.items():

@@ -121,6 +121,38 @@ def test_grouped_fprop(tile: Tile, dtype: torch.dtype, bias: bool, n: int) -> No
     assert_fits(tile, compile_for_sm90(plan_grouped_gemm(a, b, OFFS, added, out, tile, 132)))
 
 
+def low_rank_fprops() -> Iterator[tuple[Tile, int, bool, int]]:
+    for found, rank, bias, n in itertools.product(
+        tiles.SQUARES, (8, 16, 32, 64), (False, True), (N, 130)
+    ):
+        plain = not bias and n % 8 == 0
+        if plain or (found.tile.rows == 1 and rank == 16):
+            yield found.tile, rank, bias, n
+
+
+@pytest.mark.parametrize(
+    ("tile", "rank", "bias", "n"), [*low_rank_fprops()], ids=lambda x: str(x)[:40]
+)
+def test_grouped_fprop_with_a_low_rank_product(tile: Tile, rank: int, bias: bool, n: int) -> None:
+    """As many tensor core instructions as the padded rank needs, and no waits among them."""
+    a, b, out = cast_like(TOKENS, K), cast_like(EXPERTS, n, K, rows=128), like(TOKENS, n)
+    added = like(EXPERTS, n) if bias else None
+    low_rank = like(TOKENS, rank), like(EXPERTS, n, rank)
+    code = compile_for_sm90(plan_grouped_gemm(a, b, OFFS, added, out, tile, 132, *low_rank))
+    assert_fits(tile, code)
+    products = tile.products * tile.warpgroups
+    steps = max(1, rank // 16)
+    assert code.sass.count(f"HGMMA.64x{tile.width}x16.F32.BF16") == steps * products
+    assert code.sass.count("HGMMA") == steps * products
+    assert code.sass.count("WARPGROUP.DEPBAR") == 3 * products  # 2: first and later k blocks
+
+
+def test_masked_stores_of_a_low_rank_product_get_a_tile_with_registers_to_spare() -> None:
+    sizes = 16384, 2048, 17, 8, 132
+    assert tiles.choose_gemm_tile(*sizes, True)[0].rows == 2
+    assert tiles.choose_gemm_tile(*sizes, False)[0].rows == 1
+
+
 def wgrads() -> Iterator[tuple[Tile, torch.dtype, int, int]]:
     shapes = ((N, K), (N, 130), (2880, 2880), (1408, K))
     every_tile = tiles.ROWS + tiles.WGRAD_SQUARES
@@ -141,12 +173,14 @@ def grouped_in_triton() -> Iterator[Launch]:
         out = like(TOKENS, N, dtype=dtype)
         x, w = cast_like(TOKENS, K), cast_like(EXPERTS, N, K, rows=128)
         yield triton_grouped.plan_grouped_gemm(x, w, OFFS, None, out)
+        low_rank = like(TOKENS, 16), like(EXPERTS, N, 16)
+        yield triton_grouped.plan_grouped_gemm(x, w, OFFS, None, out, *low_rank)
         dw = like(EXPERTS, N, K, dtype=dtype)
         for rows, other in ((1, 1), (1, 128), (128, 1)):
             a, b = cast_like(N, COLUMNS, rows=rows), cast_like(K, COLUMNS, rows=other)
             yield triton_grouped.plan_grouped_wgrad(a, b, OFFS, TOKENS, dw)
 
 
-@pytest.mark.parametrize("launch", [*grouped_in_triton()], ids=range(8))
+@pytest.mark.parametrize("launch", [*grouped_in_triton()], ids=range(10))
 def test_grouped_in_triton(launch: Launch) -> None:
     assert compile_for_sm90(launch).spilled_bytes == 0

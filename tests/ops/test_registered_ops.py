@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import typing
 from collections.abc import Callable
 from typing import Any
@@ -30,6 +29,7 @@ from blocktensor.ops.grouped_gemm import ops as grouped_gemm_ops
 from blocktensor.ops.linear_layer import ops as linear_ops
 from blocktensor.ops.op import OPS
 from blocktensor.ops.producers import ops as producer_ops
+from blocktensor.ops.thin import ops as thin_ops
 from tests.support.groups import columnwise, ends, stack
 from tests.support.models import Trace
 from tests.support.numeric import E4M3, assert_same, operand, values
@@ -79,14 +79,30 @@ def grouped_samples(shape: tuple[int, int], rng: Generator) -> Samples:
     (m, k), n, offs = shape, 129, grouped(shape[0])
     x = values("normal", m, k, torch.bfloat16, rng)
     bias = torch.randn(3, n, generator=rng)
+    left, right = (torch.randn(*s, generator=rng).bfloat16() for s in ((m, 24), (3, n, 24)))
+    a, b = operand(m, k, 1, rng), stack(3, n, k, rng)
     g_col, x_col = (columnwise(torch.randn(m, c, generator=rng), offs) for c in (n, k))
     return {
         "quantize_grouped": (x, offs, BLOCKS_1X128, BLOCKS_1X128),
         "quantize_grouped in two formats": (x, offs, BLOCKS_1X128_POW2, BLOCKS_128X128_POW2),
         "quantize_grouped columnwise": (x, offs, None, BLOCKS_1X128_POW2),
         "quantize_grouped columnwise in squares": (x, offs, None, BLOCKS_128X128),
-        "grouped_gemm": (operand(m, k, 1, rng), stack(3, n, k, rng), offs, bias, torch.float32),
+        "grouped_gemm": (a, b, offs, bias, torch.float32),
+        "grouped_gemm of low rank": (a, b, offs, bias, torch.bfloat16, m, left, right),
         "grouped_gemm_wgrad": (g_col, x_col, offs, m, torch.float16),
+    }
+
+
+def thin_samples(shape: tuple[int, int], rng: Generator) -> Samples:
+    (m, k), offs, bf16 = shape, grouped(shape[0]), torch.bfloat16
+    x, u = (values("normal", m, c, bf16, rng) for c in (k, 8))
+    w = torch.randn(3, 5, k, generator=rng)
+    return {
+        "thin_operand": (w, bf16),
+        "thin_operand of a transpose": (w.mT, torch.float16),
+        "thin_rows": (x, thin_ops.thin_operand(w.mT, bf16), offs, 0.3),
+        "thin_products": (x, u, offs, 5, torch.float32, "ecr"),
+        "thin_products in another order": (x, u, offs, 8, bf16, "cre"),
     }
 
 
@@ -146,7 +162,14 @@ def grouped(rows: int) -> Tensor:
 def samples(shape: tuple[int, int]) -> Samples:
     """The arguments of the functions, by a label: the op's name, and what is special."""
     made: Samples = {}
-    for of in (cast_samples, gemm_samples, grouped_samples, producer_samples, linear_samples):
+    for of in (
+        cast_samples,
+        gemm_samples,
+        grouped_samples,
+        thin_samples,
+        producer_samples,
+        linear_samples,
+    ):
         made |= of(shape, Generator().manual_seed(0))
     return made
 
@@ -183,7 +206,7 @@ def op_of(label: str) -> Any:
 def public(label: str) -> Callable[..., Any]:
     """The function of the package."""
     name = label.split()[0]
-    modules = (cast_ops, gemm_ops, grouped_gemm_ops, producer_ops, linear_ops)
+    modules = (cast_ops, gemm_ops, grouped_gemm_ops, thin_ops, producer_ops, linear_ops)
     function: Callable[..., Any] = next(vars(m)[name] for m in modules if name in vars(m))
     return function
 
@@ -287,7 +310,9 @@ def test_one_graph_serves_all_sizes() -> None:
 def test_flops_of_products_are_counted(label: str, shape: tuple[int, int]) -> None:
     with FlopCounterMode(display=False) as counter:
         public(label)(*samples(shape)[label])
-    assert counter.get_total_flops() == 2 * math.prod(shape) * 129
+    rows, k = shape
+    rank = 24 * label.endswith("of low rank")
+    assert counter.get_total_flops() == 2 * rows * (k + rank) * 129
 
 
 @pytest.mark.parametrize(("label", "products"), LINEAR_PRODUCTS.items())

@@ -12,7 +12,7 @@ from torch import Generator, Tensor
 
 from blocktensor.ops import reference
 from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_128X128, BlockFormat, Quantized
-from tests.support.numeric import FORMATS, operand
+from tests.support.numeric import E4M3, FORMATS, lay_out, operand
 
 GROUPS: dict[str, tuple[int, tuple[int, ...]]] = {
     "ragged": (270, (1, 0, 127, 129, 13)),
@@ -121,3 +121,44 @@ def operands(
         reference.quantize_grouped(tokens(case.n), offs, format, format),
         reference.quantize_rowwise(w, weight_format),
     )
+
+
+RANKS = (8, 16, 24, 32, 64)
+"""Ranks of low-rank products that grouped GEMMs add."""
+
+
+class Exact(NamedTuple):
+    """Operands whose sums fp32 holds exactly, in any order: ``x``, ``w``, and low-rank matrices.
+
+    Rows of no group of ``left[T, R]`` are NaN.
+    """
+
+    offs: Tensor
+    x: Quantized
+    w: Quantized
+    left: Tensor
+    right: Tensor
+
+
+def exact(case: Groups, rank: int, device: torch.device | str) -> Exact:
+    rng = Generator().manual_seed(case.tokens + rank)
+    experts, blocks = len(case.sizes), -(-case.k // 128)
+
+    def drawn(most: int, *shape: int) -> Tensor:
+        return torch.randint(-most, most + 1, shape, generator=rng).float()
+
+    scales = drawn(2, case.tokens, blocks).exp2()
+    x = Quantized(drawn(1, case.tokens, case.k).to(E4M3), lay_out(scales, 1), FORMATS[1])
+    w = stack(experts, case.n, case.k, rng)
+    w.data.copy_(drawn(1, experts, case.n, case.k))
+    w.scale.copy_(drawn(2, *w.scale.shape).exp2())
+    left = drawn(3, case.tokens, rank)
+    left[sum(case.sizes) :] = float("nan")
+    made = x, w, left.bfloat16(), drawn(3, experts, case.n, rank).bfloat16()
+    x, w, left, right = (
+        Quantized(t.data.to(device), t.scale.to(device), t.format)
+        if isinstance(t, Quantized)
+        else t.to(device)
+        for t in made
+    )
+    return Exact(ends(*case.sizes, device=device), x, w, left, right)

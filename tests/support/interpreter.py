@@ -5,8 +5,9 @@ a process of their own, which all tests share. Gluon has no interpreter.
 
 Triton 3.6 interprets some steps in other ways than a GPU computes them. Here they are mended: casts
 between floats round to nearest even, to e4m3 with saturation (Triton's lose the carry of a rounding
-and cut bf16), ``fma`` rounds once, and PTX runs (``tests/support/ptx.py``). What remains is the
-order of sums, and the last bits of ``exp`` and ``log``.
+and cut bf16), matrices in bf16 multiply, ``fma`` rounds once, and PTX runs
+(``tests/support/ptx.py``). What remains is the order of sums, and the last bits of ``exp`` and
+``log``.
 """
 
 from __future__ import annotations
@@ -81,6 +82,7 @@ def _prepare() -> None:
     builder = interpreter.InterpreterBuilder
     for name in ("create_masked_load", "create_masked_store"):
         patch.setattr(builder, name, _checked(getattr(builder, name)))
+    patch.setattr(builder, "create_dot", _dot(builder.create_dot))
     patch.setattr(builder, "create_fma", _fma)
     patch.setattr(builder, "create_inline_asm", _inline_asm)
 
@@ -153,6 +155,20 @@ def _convert(x: np.ndarray, source: Any, target: Any, rounding: Any) -> np.ndarr
         return numeric.e4m3_bytes(values.double().numpy())
     made = values.to(_torch_dtype(target)).view(getattr(torch, f"int{target.primitive_bitwidth}"))
     return made.numpy().view(f"uint{target.primitive_bitwidth}")
+
+
+def _dot(dot: Callable[..., Any]) -> Callable[..., Any]:
+    """Multiply matrices in bf16 as fp32: Triton would multiply their bits."""
+    import triton.language as tl
+    from triton.runtime.interpreter import TensorHandle
+
+    def wide(x: Any) -> Any:
+        if x.dtype.scalar.name != "bf16":
+            return x
+        made = torch.from_numpy(np.array(x.data).view(np.int16)).view(torch.bfloat16).float()
+        return TensorHandle(made.numpy(), tl.float32)
+
+    return lambda builder, a, b, *rest: dot(builder, wide(a), wide(b), *rest)
 
 
 def _fma(builder: Any, x: Any, y: Any, z: Any) -> Any:

@@ -29,6 +29,7 @@ class GroupedProblem:
 
     Attributes:
         kind: ``"gemm"``: ``[T, K] x [E, N, K]^T``. ``"wgrad"``: ``[E, N, K]`` from T tokens.
+        rank: of the low-rank product that is added; 0 if there is none.
     """
 
     kind: Literal["gemm", "wgrad"]
@@ -41,6 +42,7 @@ class GroupedProblem:
     out_dtype: torch.dtype
     device: torch.device
     bias: torch.dtype | None = None
+    rank: int = 0
 
 
 def _gluon_unusable(device: torch.device) -> str | None:
@@ -58,17 +60,21 @@ def grouped_gemms_fail(device: torch.device) -> str | None:
     offs, dtype = ends.to(device), torch.bfloat16
     a = reference.quantize_rowwise(x, BLOCKS_1X128)
     b = reference.quantize_rowwise(w, BLOCKS_128X128)
-    computed = hopper_launch.grouped_gemm(on(device, a), on(device, b), offs, None, dtype)
-    if differ(computed, reference.grouped_gemm(a, b, ends, None, dtype)):
-        return "grouped GEMMs differ from the reference"
+    left, right = x[:, :24].contiguous(), w[..., :24].contiguous()
+    for low_rank in ((), (left, right)):
+        there = (t.to(device) for t in low_rank)
+        operands = on(device, a), on(device, b), offs
+        computed = hopper_launch.grouped_gemm(*operands, None, dtype, len(x), *there)
+        if differ(computed, reference.grouped_gemm(a, b, ends, None, dtype, len(x), *low_rank)):
+            return "grouped GEMMs differ from the reference"
     for format in (BLOCKS_1X128, BLOCKS_128X128):
         _, g = reference.quantize_grouped(x, ends, None, BLOCKS_1X128)
         _, c = reference.quantize_grouped(x, ends, None, format)
         assert g is not None
         assert c is not None
         wanted = reference.grouped_gemm_wgrad(g, c, ends, len(x), torch.float32)
-        operands = on(device, g), on(device, c), offs, len(x)
-        computed = hopper_launch.grouped_gemm_wgrad(*operands, dtype)
+        forms = on(device, g), on(device, c), offs, len(x)
+        computed = hopper_launch.grouped_gemm_wgrad(*forms, dtype)
         if differ(computed, wanted):
             return "grouped weight gradients differ from the reference"
     return None
@@ -80,9 +86,8 @@ def _triton_declines(p: GroupedProblem) -> str | None:
 
 def _gluon_why(p: GroupedProblem) -> str:
     if p.kind == "gemm":
-        tile, _ = choose_gemm_tile(
-            p.tokens, p.n, num_blocks(p.k), p.experts, sms(p.device), p.bias is not None
-        )
+        blocks = num_blocks(p.k) + (p.rank > 0)
+        tile, _ = choose_gemm_tile(p.tokens, p.n, blocks, p.experts, sms(p.device), p.bias is None)
     else:
         tile, _ = choose_wgrad_tile(p.n, p.k, p.tokens, p.experts, p.b_format.rows, sms(p.device))
     return f"{tile.m}x{tile.n} tiles"

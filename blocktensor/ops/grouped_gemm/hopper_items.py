@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ..gemm.hopper.epilogue import Output
 from ..gemm.hopper.pipeline import advance, tile_of
-from ..runtime.triton_compat.gluon import async_load
+from ..runtime.triton_compat.gluon import async_load, reinterpret
 
 
 @dataclass(frozen=True)
@@ -23,9 +23,12 @@ class GroupedOutput(Output):
     Attributes:
         cuts_rows: True if groups are rows of one output (fprop, dgrad); False if each group has its
             own output, and groups cut K (wgrad).
+        rank: columns of the operands of the low-rank product that is added: 16, 32 or 64; 0 if
+            there is none.
     """
 
     cuts_rows: bool = True
+    rank: int = 0
 
 
 SLOTS = gl.constexpr(8)
@@ -148,7 +151,46 @@ def _load_blocks(
 
 
 @gluon.jit
-def produce(stages, items, maps, work, OUT: gl.constexpr, T: gl.constexpr):
+def _low_rank_stages(memory, like, PARTS: gl.constexpr):
+    # The memory of an operand in FP8, [n, rows, 128], as operands [rows, rank] of 16 bits. There is
+    # room for PARTS of them in place of one; the first is used.
+    COUNT: gl.constexpr = memory.shape[0] * PARTS
+    RANK: gl.constexpr = 64 // PARTS
+    return reinterpret(memory, like.dtype, [COUNT, memory.shape[1], RANK], like.layout)
+
+
+@gluon.jit
+def low_rank_stages(stages, low_rank, OUT: gl.constexpr):
+    """Return the memory of the stages as operands of the low-rank product."""
+    a_s, _, b_s, _, _, _ = stages
+    left_map, right_map = low_rank
+    PARTS: gl.constexpr = 64 // OUT.rank
+    return _low_rank_stages(a_s, left_map, PARTS), _low_rank_stages(b_s, right_map, PARTS)
+
+
+@gluon.jit
+def _load_low_rank(
+    stages, low_rank, stage, phase, left_row, right_row, OUT: gl.constexpr, T: gl.constexpr
+):
+    # One more stage of an item, after its k blocks: the operands of the low-rank product. TMA fills
+    # columns from the rank on with zeros.
+    _, _, _, _, full, empty = stages
+    left_map, right_map = low_rank
+    left_s, right_s = low_rank_stages(stages, low_rank, OUT)
+    PARTS: gl.constexpr = 64 // OUT.rank
+    COPIES: gl.constexpr = T.m // T.a_rows
+    bar = full.index(stage)
+    mbarrier.wait(empty.index(stage), phase)
+    mbarrier.expect(bar, (T.m + T.n) * OUT.rank * 2)
+    for i in gl.static_range(COPIES):
+        part = left_s.index((stage * COPIES + i) * PARTS)
+        async_load(left_map, [left_row + i * T.a_rows, 0], bar, part)
+    async_load(right_map, [right_row, 0], bar, right_s.index(stage * PARTS))
+    return advance(stage, phase, T.stages)
+
+
+@gluon.jit
+def produce(stages, items, maps, low_rank, work, OUT: gl.constexpr, T: gl.constexpr):
     # The producer warp: every k block of every item of this program, in order.
     _, _, _, _, full, empty = stages
     _, _, _, _, a_scale_ld, b_scale_ld = maps
@@ -206,6 +248,8 @@ def produce(stages, items, maps, work, OUT: gl.constexpr, T: gl.constexpr):
                 stages, maps, stage, phase, (a_row, a_scale_at, b_row, b_scale_at), first, blocks,
                 at, item, work, OUT, T,
             )  # fmt: skip
+            if OUT.rank:
+                stage, phase = _load_low_rank(stages, low_rank, stage, phase, a_row, b_row, OUT, T)
             slot = (slot + 1) % SLOTS
     mbarrier.wait(empty.index(stage), phase)
     _describe(items, slot, BLOCKS, 0)

@@ -1,19 +1,32 @@
 """The grouped Hopper GEMM: the products and stores of the dense GEMM, on items of groups.
 
-``out[T, N] = A[T, K] B[e, N, K]^T (+ bias[e])`` for the rows of group e of A: groups cut rows
-(fprop, dgrad). ``out[e, N, K] = A[N, P] B[K, P]^T`` over the columns of group e (wgrad).
+``out[T, N] = A[T, K] B[e, N, K]^T (+ left[T, R] right[e, N, R]^T) (+ bias[e])`` for the rows of
+group e of A: groups cut rows (fprop, dgrad). ``out[e, N, K] = A[N, P] B[K, P]^T`` over the columns
+of group e (wgrad).
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma_wait
 
 from ..gemm.hopper.blocks import block_of_rows, block_of_squares
 from ..gemm.hopper.epilogue import store_wave
 from ..gemm.hopper.kernel import allocate
 from ..gemm.hopper.pipeline import advance
-from ..gemm.hopper.promotion import column_scales, pieces, raw_layout, row_scales
-from .hopper_items import BEGIN, BLOCKS, END, EXPERT, FIELDS, FIRST, ROW, SLOTS, TILE_N, field
+from ..gemm.hopper.promotion import column_scales, pieces, pin, put, raw_layout, row_scales, start
+from .hopper_items import (
+    BEGIN,
+    BLOCKS,
+    END,
+    EXPERT,
+    FIELDS,
+    FIRST,
+    ROW,
+    SLOTS,
+    TILE_N,
+    field,
+    low_rank_stages,
+)
 from .hopper_items import produce as _produce
 
 
@@ -69,9 +82,46 @@ def _store(acc, items, slot, target, N, WG: gl.constexpr, OUT: gl.constexpr, T: 
         )
 
 
+@gluon.constexpr_function
+def _layout_of_16_bits(width):
+    """Return the registers of :func:`raw_layout`, for a product of operands of 16 bits."""
+    return gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, width, 16]
+    )
+
+
+@gluon.jit
+def _add_low_rank(
+    raw, acc, stages, low_rank, stage, next_stage, next_phase, last, WG: gl.constexpr,
+    OUT: gl.constexpr, T: gl.constexpr,
+):  # fmt: skip
+    # The last stage of an item, as block_of_squares: its products need no scales.
+    _, _, _, _, full, empty = stages
+    left_s, right_s = low_rank_stages(stages, low_rank, OUT)
+    COUNT: gl.constexpr = T.products
+    PIECES: gl.constexpr = T.pieces
+    LAYOUT: gl.constexpr = raw_layout(T.width)
+    OF_16_BITS: gl.constexpr = _layout_of_16_bits(T.width)
+    for i in gl.static_range(COUNT):
+        (product,) = raw
+        product = gl.convert_layout(product, OF_16_BITS, assert_trivial=True)
+        product = start(product, left_s, right_s, stage, i, WG, T, 64 // OUT.rank)
+        if i == 0:
+            mbarrier.arrive(empty.index(last), count=1)
+        if i == COUNT - 1:
+            mbarrier.wait(full.index(next_stage), next_phase)
+        product = warpgroup_mma_wait(0, deps=(product,))
+        product = gl.convert_layout(product, LAYOUT, assert_trivial=True)
+        parts = pieces(product, T)
+        for j in gl.static_range(PIECES):
+            acc = put(acc, i * PIECES + j, pin(acc[i * PIECES + j] + parts[j]))
+        raw = (product,)
+    return raw, acc
+
+
 @gluon.jit
 def _consume_squares(
-    stages, items, target, N, WG: gl.constexpr, OUT: gl.constexpr, T: gl.constexpr
+    stages, items, low_rank, target, N, WG: gl.constexpr, OUT: gl.constexpr, T: gl.constexpr
 ):
     # Consumer warpgroup WG: its share of every item, where B has 128x128 blocks. After the last
     # item the producer fills one more stage with nothing: the next stage may always be awaited.
@@ -102,6 +152,14 @@ def _consume_squares(
                 raw, acc, stages, stage, next_stage, next_phase, last, first + k, 2, 3, False, WG,
                 LAYOUT, T,
             )  # fmt: skip
+            last = stage
+            stage = next_stage
+            phase = next_phase
+        if OUT.rank:
+            next_stage, next_phase = advance(stage, phase, T.stages)
+            raw, acc = _add_low_rank(
+                raw, acc, stages, low_rank, stage, next_stage, next_phase, last, WG, OUT, T
+            )
             last = stage
             stage = next_stage
             phase = next_phase
@@ -152,9 +210,11 @@ def _consume_rows(stages, items, target, N, WG: gl.constexpr, OUT: gl.constexpr,
 
 
 @gluon.jit
-def _consume(stages, items, target, N, WG: gl.constexpr, OUT: gl.constexpr, T: gl.constexpr):
+def _consume(
+    stages, items, low_rank, target, N, WG: gl.constexpr, OUT: gl.constexpr, T: gl.constexpr
+):
     if T.b_block == 128:
-        _consume_squares(stages, items, target, N, WG, OUT, T)
+        _consume_squares(stages, items, low_rank, target, N, WG, OUT, T)
     else:
         _consume_rows(stages, items, target, N, WG, OUT, T)
 
@@ -174,22 +234,24 @@ def _consume(stages, items, target, N, WG: gl.constexpr, OUT: gl.constexpr, T: g
     ]
 )
 def grouped_kernel(
-    a_map, a_scale_map, b_map, b_scale_map, out, out_ptr, bias, offs, tokens, expert_rows, N,
-    groups, tiles_m, tiles_n, blocks_k, blocks_n, a_scale_ld, b_scale_ld, out_ld,
+    a_map, a_scale_map, b_map, b_scale_map, left_map, right_map, out, out_ptr, bias, offs, tokens,
+    expert_rows, N, groups, tiles_m, tiles_n, blocks_k, blocks_n, a_scale_ld, b_scale_ld, out_ld,
     OUT: gl.constexpr, T: gl.constexpr,
 ):  # fmt: skip
     # `out` is a tensor map if OUT.tma, else a pointer. An expert has `expert_rows` rows in B
-    # (fprop, dgrad) or in the output (wgrad). N: columns of the output.
+    # (fprop, dgrad) or in the output (wgrad). N: columns of the output. `left_map` and `right_map`
+    # are read if OUT.rank.
     stages, out_s = allocate(a_map, a_scale_map, b_map, b_scale_map, out, OUT, T)
     items = gl.allocate_shared_memory(gl.int32, [SLOTS * FIELDS, 1], b_scale_map.layout)
     maps = (a_map, a_scale_map, b_map, b_scale_map, a_scale_ld, b_scale_ld)
     work = (offs, groups, tokens, expert_rows, tiles_m, tiles_n, blocks_k, blocks_n)
+    low_rank = (left_map, right_map)
     target = (out, out_ptr, out_ld, out_s, bias)
     if T.warpgroups == 1:
         gl.warp_specialize(
             [
-                (_consume, (stages, items, target, N, 0, OUT, T)),
-                (_produce, (stages, items, maps, work, OUT, T)),
+                (_consume, (stages, items, low_rank, target, N, 0, OUT, T)),
+                (_produce, (stages, items, maps, low_rank, work, OUT, T)),
             ],
             [1],
             [24],
@@ -197,9 +259,9 @@ def grouped_kernel(
     elif T.warpgroups == 2:
         gl.warp_specialize(
             [
-                (_consume, (stages, items, target, N, 0, OUT, T)),
-                (_consume, (stages, items, target, N, 1, OUT, T)),
-                (_produce, (stages, items, maps, work, OUT, T)),
+                (_consume, (stages, items, low_rank, target, N, 0, OUT, T)),
+                (_consume, (stages, items, low_rank, target, N, 1, OUT, T)),
+                (_produce, (stages, items, maps, low_rank, work, OUT, T)),
             ],
             [4, 1],
             [T.registers, 24],
@@ -207,10 +269,10 @@ def grouped_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consume, (stages, items, target, N, 0, OUT, T)),
-                (_consume, (stages, items, target, N, 1, OUT, T)),
-                (_consume, (stages, items, target, N, 2, OUT, T)),
-                (_produce, (stages, items, maps, work, OUT, T)),
+                (_consume, (stages, items, low_rank, target, N, 0, OUT, T)),
+                (_consume, (stages, items, low_rank, target, N, 1, OUT, T)),
+                (_consume, (stages, items, low_rank, target, N, 2, OUT, T)),
+                (_produce, (stages, items, maps, low_rank, work, OUT, T)),
             ],
             [4, 4, 1],
             [T.registers, T.registers, 32],

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..devices import sms
 from ..formats import Quantized, ceil_div, group_rows, num_blocks
@@ -13,9 +15,10 @@ from ..gemm.hopper.launch import data_map, fits_tma, output_map, scale_map, scal
 from ..gemm.hopper.tile import Tile
 from ..runtime.launch import Launch, Rows
 from ..runtime.triton_compat import compiler
-from ..scale_layouts import in_vectors, stacked_scale, tma_scale
+from ..scale_layouts import VECTOR_BYTES, in_vectors, stacked_scale, tma_scale
 from .hopper_items import GroupedOutput
 from .hopper_kernel import grouped_kernel
+from .low_rank import padded_rank
 from .tiles import choose_gemm_tile, choose_wgrad_tile
 
 
@@ -27,22 +30,32 @@ def plan_grouped_gemm(
     out: Tensor,
     tile: Tile,
     programs: int,
+    left: Tensor | None = None,
+    right: Tensor | None = None,
 ) -> Launch:
     """Plan ``out[T, N] = A[T, K] B[e, N, K]^T (+ bias[e])`` for the rows of group e.
 
-    The map of the output has as many rows as A, maybe more than T, but no row from T on is written.
+    ``left[T, R] right[e, N, R]^T`` is added if given. The map of the output has as many rows as A,
+    maybe more than T, but no row from T on is written.
     """
     (rows, k), (experts, n, _) = a.data.shape, b.data.shape
     blocks_k, blocks_n = num_blocks(k), num_blocks(n)
     a_scale_map, a_scale_ld = scales_of(a, tile.a_scales)
     b_scale_ld = b.scale.stride(1)
-    output = GroupedOutput(fits_tma(out), bias is not None, clip=True)
+    rank, low_rank = 0, (out, out)
+    if left is not None and right is not None:
+        rank = padded_rank(left.shape[1])
+        low_rank = (
+            _low_rank_map(left, tile.a_rows, rank, Rows(len(left))),
+            _low_rank_map(right.flatten(0, 1), tile.n, rank, experts * n),
+        )
+    output = GroupedOutput(fits_tma(out), bias is not None, clip=True, rank=rank)
     return Launch(
         grouped_kernel,
         (programs,),
         (data_map(a.data, tile.a_rows), a_scale_map,
          data_map(b.data.flatten(0, 1), tile.n),
-         scale_map(b.scale, tile.b_scales, b_scale_ld, blocks_k, experts * blocks_n),
+         scale_map(b.scale, tile.b_scales, b_scale_ld, blocks_k, experts * blocks_n), *low_rank,
          output_map(out, rows) if output.tma else out, out, out if bias is None else bias, offs,
          Rows(len(out)), n, n, experts, 0, ceil_div(n, tile.n), blocks_k, blocks_n, a_scale_ld,
          b_scale_ld, out.stride(0)),
@@ -73,13 +86,24 @@ def plan_grouped_wgrad(
     return Launch(
         grouped_kernel,
         (programs,),
-        (data_map(a.data, tile.a_rows), a_scale_map, data_map(b.data, tile.n), b_scale_map,
-         output_map(rows) if output.tma else rows, rows, rows, offs, Rows(tokens), n, k, experts,
-         ceil_div(n, tile.m), ceil_div(k, tile.n), blocks, 0, a_scale_ld, b_scale_ld, k),
+        (data_map(a.data, tile.a_rows), a_scale_map, data_map(b.data, tile.n), b_scale_map, rows,
+         rows, output_map(rows) if output.tma else rows, rows, rows, offs, Rows(tokens), n, k,
+         experts, ceil_div(n, tile.m), ceil_div(k, tile.n), blocks, 0, a_scale_ld, b_scale_ld, k),
         {"OUT": output, "T": tile},
         tile.options,
         compiler.hopper_gemm,
     )  # fmt: skip
+
+
+def _low_rank_map(x: Tensor, rows: int, rank: int, height: int) -> TensorDescriptor:
+    """Return the map of an operand of the low-rank product, ``[height, R]``, for copies of rows."""
+    box = [rows, rank]
+    layout = gl.NVMMASharedLayout.get_default_for(box, gl.bfloat16)
+    return TensorDescriptor(x, [height, x.shape[1]], [x.shape[1], 1], box, layout)
+
+
+def _aligned(x: Tensor) -> Tensor:
+    return x if x.data_ptr() % VECTOR_BYTES == 0 else x.clone()
 
 
 def _for_tma(x: Quantized) -> Quantized:
@@ -90,17 +114,26 @@ def _for_tma(x: Quantized) -> Quantized:
 
 
 def grouped_gemm(
-    a: Quantized, b: Quantized, offs: Tensor, bias: Any, out_dtype: torch.dtype, tokens: Any = None
+    a: Quantized,
+    b: Quantized,
+    offs: Tensor,
+    bias: Any,
+    out_dtype: torch.dtype,
+    tokens: Any = None,
+    left: Tensor | None = None,
+    right: Tensor | None = None,
 ) -> Tensor:
     """See :func:`blocktensor.ops.reference.grouped_gemm`."""
     (rows, k), (experts, n, _) = a.data.shape, b.data.shape
     shape = rows if tokens is None else tokens, n
     out = torch.empty(shape, dtype=out_dtype, device=a.data.device)
-    tile, programs = choose_gemm_tile(
-        rows, n, num_blocks(k), experts, sms(out.device), bias is not None
-    )
+    blocks = num_blocks(k) + (left is not None)
+    plain = bias is None and (left is None or fits_tma(out))
+    tile, programs = choose_gemm_tile(rows, n, blocks, experts, sms(out.device), plain)
     bias = None if bias is None else bias.contiguous()
-    plan_grouped_gemm(_for_tma(a), _for_tma(b), offs, bias, out, tile, programs)()
+    low_rank = () if left is None or right is None else (_aligned(left), _aligned(right))
+    a, b = _for_tma(a), _for_tma(b)
+    plan_grouped_gemm(a, b, offs, bias, out, tile, programs, *low_rank)()
     return out
 
 

@@ -16,15 +16,33 @@ from .. import checks
 from ..formats import Quantized, group_columns, group_rows
 from ..op import op, runner
 from .choose_backend import GroupedProblem, choose_grouped
+from .low_rank import RANK_STEP, is_fused
 
 
 def _check(
-    a: Quantized, b: Quantized, offs: Tensor, bias: Tensor | None, _: Any, tokens: int | None
+    a: Quantized,
+    b: Quantized,
+    offs: Tensor,
+    bias: Tensor | None,
+    _: Any,
+    tokens: int | None,
+    left: Tensor | None,
+    right: Tensor | None,
 ) -> None:
     checks.gemm_operands(a, b, bias, b_ndim=3)
     checks.group_ends(offs, a.data, "operand a")
     fits = not isinstance(tokens, int) or tokens <= a.data.shape[0]  # symbolic: while tracing
-    checks.fit(len(offs) == len(b.data), fits)
+    checks.fit(len(offs) == len(b.data), fits, (left is None) == (right is None))
+    if left is not None and right is not None:
+        rank = right.shape[-1]
+        checks.fit(
+            tuple(left.shape) == (a.data.shape[0] if tokens is None else tokens, rank),
+            tuple(right.shape) == (*b.data.shape[:2], rank),
+            rank % RANK_STEP == 0,
+            left.device == right.device == a.data.device,
+            left.is_contiguous() and right.is_contiguous(),
+            is_fused(left.dtype, rank) and is_fused(right.dtype, rank),
+        )
 
 
 def _check_wgrad(a: Quantized, b: Quantized, offs: Tensor, tokens: int, out: torch.dtype) -> None:
@@ -34,10 +52,17 @@ def _check_wgrad(a: Quantized, b: Quantized, offs: Tensor, tokens: int, out: tor
 
 
 def _decide_gemm(
-    a: Quantized, b: Quantized, __: Tensor, bias: Tensor | None, out_dtype: torch.dtype, *rest: Any
+    a: Quantized,
+    b: Quantized,
+    __: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    tokens: int | None,
+    left: Tensor | None,
+    right: Tensor | None,
 ) -> Callable[..., Tensor]:
     (rows, k), (experts, n, _) = a.data.shape, b.data.shape
-    if 0 in (rows, n, *rest):
+    if 0 in (rows, n) or tokens == 0:
         return _empty
     problem = GroupedProblem(
         "gemm",
@@ -50,6 +75,7 @@ def _decide_gemm(
         out_dtype,
         a.data.device,
         None if bias is None else bias.dtype,
+        0 if left is None else left.shape[1],
     )
     run = runner(choose_grouped(problem).backend, "grouped_gemm")
     if b.data.is_contiguous():
@@ -59,7 +85,13 @@ def _decide_gemm(
 
 
 def _empty(
-    a: Quantized, b: Quantized, _: Tensor, bias: Any, out_dtype: torch.dtype, tokens: int | None
+    a: Quantized,
+    b: Quantized,
+    _: Tensor,
+    bias: Any,
+    out_dtype: torch.dtype,
+    tokens: int | None,
+    *low_rank: Any,
 ) -> Tensor:
     rows = a.data.shape[0] if tokens is None else tokens
     return a.data.new_empty((rows, b.data.shape[1]), dtype=out_dtype)
@@ -85,8 +117,11 @@ def _decide_wgrad(
 @op(
     decide=_decide_gemm,
     check=_check,
-    flops=lambda a, b, offs, bias, dtype, tokens: (
-        2 * (a.data[0] if tokens is None else tokens) * b.data[1] * b.data[2]
+    flops=lambda a, b, offs, bias, dtype, tokens, left, right: (
+        2
+        * (a.data[0] if tokens is None else tokens)
+        * b.data[1]
+        * (b.data[2] + (0 if left is None else left[1]))
     ),
 )
 def grouped_gemm(
@@ -96,11 +131,15 @@ def grouped_gemm(
     bias: Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
     tokens: int | None = None,
+    left: Tensor | None = None,
+    right: Tensor | None = None,
 ) -> Tensor:
     """Multiply the rows of group e of ``A[T, K]`` by ``B[e, N, K]^T (+ bias[e, N])``.
 
     The result is ``[T, N]``. Rows of no group, from ``offs[-1]`` on, are zeros. ``tokens``: T, if A
-    is a cast in groups and has more rows. See :func:`blocktensor.ops.reference.grouped_gemm`.
+    is a cast in groups and has more rows. ``left`` and ``right``: contiguous bf16 ``[T, R]`` and
+    ``[E, N, R]``, whose product is added; see ``low_rank.py`` for R. See
+    :func:`blocktensor.ops.reference.grouped_gemm`.
     """
     return _empty(a, b, offs, bias, out_dtype, tokens)
 

@@ -66,16 +66,17 @@ one: each program iterates over all earlier groups. With 8 experts they are 1% t
 
 @functools.lru_cache(maxsize=4096)
 def choose_gemm_tile(
-    tokens: int, n: int, blocks: int, experts: int, sms: int, bias: bool
+    tokens: int, n: int, blocks: int, experts: int, sms: int, plain: bool
 ) -> tuple[Tile, int]:
     """Return the tile for ``[tokens, n]`` in ``experts`` groups over ``blocks``, and the programs.
 
-    With a bias, tiles of two row waves have too few registers.
+    A low-rank product counts as a block. ``plain`` is False with a bias, and for a low-rank product
+    together with masked stores: tiles of two row waves have too few registers for them.
     """
     predicted = {}
     for candidate in SQUARES:
         tile = candidate.tile
-        if bias and tile.rows > 1:
+        if not plain and tile.rows > 1:
             continue
         rows = tokens / tile.m + min(experts, tokens) / 2
         items = math.ceil(rows) * ceil_div(n, tile.n)

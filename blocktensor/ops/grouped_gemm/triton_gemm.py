@@ -16,6 +16,7 @@ from ..cast.groups import padded_groups, rows_of_block
 from ..formats import BLOCK, Quantized, group_blocks, num_blocks
 from ..runtime.launch import Launch, Rows
 from ..scale_layouts import in_vectors
+from .low_rank import padded_rank
 
 
 @triton.jit
@@ -48,10 +49,10 @@ def _contract(
 
 @triton.jit(do_not_specialize=["tokens", "groups", "blocks_k", "tiles_n"])
 def grouped_gemm_kernel(
-    a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, bias_ptr, out_ptr, offs_ptr, tokens, N, K, groups,
-    a_scale_stride_m, a_scale_stride_k, b_stride_e, b_scale_stride_e, b_scale_stride_n,
-    b_scale_stride_k, blocks_k, tiles_n, GROUPS: tl.constexpr, TILE_N: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
+    a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, left_ptr, right_ptr, bias_ptr, out_ptr, offs_ptr,
+    tokens, N, K, groups, a_scale_stride_m, a_scale_stride_k, b_stride_e, b_scale_stride_e,
+    b_scale_stride_n, b_scale_stride_k, blocks_k, tiles_n, rank, GROUPS: tl.constexpr,
+    TILE_N: tl.constexpr, HAS_BIAS: tl.constexpr, RANK: tl.constexpr,
 ):  # fmt: skip
     # A tile has the rows of one block: 128 of one group, or of none, which are zeros.
     tile_n = tl.program_id(0) % tiles_n
@@ -79,6 +80,13 @@ def grouped_gemm_kernel(
         128,
         TILE_N,
     )
+    if RANK:
+        r = tl.arange(0, RANK)
+        is_left = ((rows < left) & has_group)[:, None] & (r < rank)[None, :]
+        u = tl.load(left_ptr + am[:, None] * rank + r[None, :], mask=is_left, other=0.0)
+        at = right_ptr + (expert * N + bn)[None, :] * rank + r[:, None]
+        v = tl.load(at, mask=(r < rank)[:, None], other=0.0)
+        acc += tl.where(has_group, tl.dot(u, v), 0.0)
     if HAS_BIAS:
         bias = tl.load(bias_ptr + expert * N + bn).to(tl.float32)
         acc += tl.where(has_group, bias, 0.0)[None, :]
@@ -132,24 +140,33 @@ _OPTIONS = {"num_warps": 8, "enable_fp_fusion": True, "num_stages": 3}
 
 
 def plan_grouped_gemm(
-    a: Quantized, b: Quantized, offs: Tensor, bias: Tensor | None, out: Tensor
+    a: Quantized,
+    b: Quantized,
+    offs: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    left: Tensor | None = None,
+    right: Tensor | None = None,
 ) -> Launch:
     """Plan the launch of ``out[T, N] = A[T, K] B[e, N, K]^T (+ bias[e])`` for the rows of group e.
 
-    Rows of data must be multiples of 16 bytes.
+    ``left[T, R] right[e, N, R]^T`` is added if given. Rows of data must be multiples of 16 bytes.
     """
     (rows_of_a, k), (experts, n, _) = a.data.shape, b.data.shape
     tiles_n = num_blocks(n)
     rows, cols = b.format.block_shape
     assert cols == BLOCK
     assert rows == BLOCK
+    rank = 0 if left is None else left.shape[1]
     return Launch(
         grouped_gemm_kernel,
         (group_blocks(rows_of_a, experts + 1) * tiles_n,),
-        (a.data, a.scale, b.data, b.scale, out if bias is None else bias, out, offs, Rows(len(out)),
+        (a.data, a.scale, b.data, b.scale, out if left is None else left,
+         out if right is None else right, out if bias is None else bias, out, offs, Rows(len(out)),
          n, k, experts, *a.scale.stride(), b.data.stride(0), *b.scale.stride(), num_blocks(k),
-         tiles_n),
-        {"GROUPS": padded_groups(experts), "TILE_N": _TILE, "HAS_BIAS": bias is not None},
+         tiles_n, rank),
+        {"GROUPS": padded_groups(experts), "TILE_N": _TILE, "HAS_BIAS": bias is not None,
+         "RANK": padded_rank(rank) if rank else 0},
         _OPTIONS,
         sized=(out,),
     )  # fmt: skip
@@ -172,14 +189,22 @@ def plan_grouped_wgrad(
 
 
 def grouped_gemm(
-    a: Quantized, b: Quantized, offs: Tensor, bias: Any, out_dtype: torch.dtype, tokens: Any = None
+    a: Quantized,
+    b: Quantized,
+    offs: Tensor,
+    bias: Any,
+    out_dtype: torch.dtype,
+    tokens: Any = None,
+    left: Tensor | None = None,
+    right: Tensor | None = None,
 ) -> Tensor:
     """See :func:`blocktensor.ops.reference.grouped_gemm`."""
     shape = a.data.shape[0] if tokens is None else tokens, b.data.shape[1]
     out = torch.empty(shape, dtype=out_dtype, device=a.data.device)
     stack = in_vectors(b.data.flatten(0, 1)).unflatten(0, b.data.shape[:2])
     a, b = a._replace(data=in_vectors(a.data)), b._replace(data=stack)
-    plan_grouped_gemm(a, b, offs, None if bias is None else bias.contiguous(), out)()
+    bias = None if bias is None else bias.contiguous()
+    plan_grouped_gemm(a, b, offs, bias, out, left, right)()
     return out
 
 

@@ -190,10 +190,7 @@ struct Call {
       return true;
     }
     if (PyFloat_CheckExact(x)) {
-      double value = PyFloat_AS_DOUBLE(x);
-      Word bits;
-      std::memcpy(&bits, &value, sizeof bits);
-      words.append({kFloat, bits});
+      add_float(PyFloat_AS_DOUBLE(x));
       return true;
     }
     if (PyUnicode_CheckExact(x)) {
@@ -239,6 +236,8 @@ struct Call {
       } else if (each.isInt()) {
         bool is_rows = in_groups && letters[i] == 'i' && each.toInt() == rows;
         words.append({is_rows ? kRowsInt : kInt, is_rows ? 0 : each.toInt()});
+      } else if (each.isDouble()) {
+        add_float(each.toDouble());
       } else if (each.isString()) {
         add_text(each.toStringRef().data(), each.toStringRef().size());
       } else {
@@ -246,6 +245,12 @@ struct Call {
       }
     }
     return true;
+  }
+
+  void add_float(double value) {
+    Word bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    words.append({kFloat, bits});
   }
 
   void add_object(PyObject* x) {

@@ -17,7 +17,7 @@ from blocktensor.ops.runtime.specialize import GEMM_VARIABLE
 from tests.support.asserts import no_synchronization
 from tests.support.casts import Functions, kernels
 from tests.support.gemms import TOLERANCE
-from tests.support.groups import Groups, Operands, drawn, ends, operands
+from tests.support.groups import RANKS, Groups, Operands, drawn, ends, exact, operands
 from tests.support.numeric import assert_same, relative_error
 
 pytestmark = pytest.mark.gpu
@@ -82,6 +82,30 @@ def test_weight_gradients_of_x_in_squares(dtype: torch.dtype, count: int) -> Non
         offs, (_, x), (_, g), _ = operands(case, CUDA, x_columnwise=BLOCKS_128X128)
         for a, b in ((g, x), (x, g)):
             check_wgrad(a, b, offs, case, dtype)
+
+
+@every_backend
+@pytest.mark.parametrize("rank", RANKS)
+def test_a_low_rank_product_is_added(rank: int) -> None:
+    """Bit for bit: fp32 holds all sums. Rows of no group are NaN in ``left``."""
+    for case in drawn(rank, 6, WIDTHS, DEPTHS):
+        offs, x, w, left, right = exact(case, rank, CUDA)
+        for bias in (None, torch.ones(len(case.sizes), case.n, device=CUDA)):
+            for dtype in (FP32, BF16):
+                given = x, w, offs, bias, dtype, case.tokens, left, right
+                assert_same(grouped_gemm(*given), reference.grouped_gemm(*given))
+
+
+@pytest.mark.parametrize("found", tiles.SQUARES, ids=lambda found: found.tile.name)
+def test_every_tile_adds_a_low_rank_product(
+    found: tiles.GroupedTile, gluon: Functions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiles, "SQUARES", (found,))
+    for i, rank in enumerate(RANKS):
+        for case in drawn(i, 4, (256, 1408, 136), DEPTHS):
+            offs, x, w, left, right = exact(case, rank, CUDA)
+            given = x, w, offs, None, BF16, case.tokens, left, right
+            assert_same(gluon.grouped_gemm(*given), reference.grouped_gemm(*given))
 
 
 @every_backend

@@ -16,9 +16,9 @@ from blocktensor.ops.formats import (
     BLOCKS_128X128_POW2,
 )
 from tests.support.gemms import TOLERANCE
-from tests.support.groups import Groups, operands
+from tests.support.groups import RANKS, Groups, exact, operands
 from tests.support.interpreter import interpreted
-from tests.support.numeric import DTYPES, relative_error
+from tests.support.numeric import DTYPES, assert_same, relative_error
 
 CASES = [
     Groups((100, 0, 190), 10, 136, 144),
@@ -48,6 +48,20 @@ def test_fprop(case: Groups) -> None:
             y = triton_gemm.grouped_gemm(*given, dtype, case.tokens)
             assert_close(y, reference.grouped_gemm(*given, FP32, case.tokens))
             assert not y[sum(case.sizes) :].any()  # rows of no group
+
+
+@pytest.mark.parametrize("rank", RANKS)
+@every_case
+@interpreted
+def test_a_low_rank_product_is_added(case: Groups, rank: int) -> None:
+    from blocktensor.ops.grouped_gemm import triton_gemm
+
+    offs, x, w, left, right = exact(case, rank, "cpu")
+    for bias in (None, torch.ones(len(case.sizes), case.n)):
+        for dtype in (FP32, torch.bfloat16):
+            given = x, w, offs, bias, dtype, case.tokens, left, right
+            y = triton_gemm.grouped_gemm(*given)
+            assert_same(y, reference.grouped_gemm(*given))
 
 
 @pytest.mark.parametrize("x_columnwise", [BLOCKS_1X128, BLOCKS_128X128], ids=lambda x: x.name)

@@ -147,6 +147,44 @@ def test_a_group_is_multiplied_by_its_expert(groups: str, bias: bool, rng: Gener
 
 
 @every_grouping
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_low_rank_product_is_rounded_with_the_sum(
+    groups: str, bias: bool, rng: Generator
+) -> None:
+    """Once: fp8 sum, then the product in fp32, then the bias. Rows of no group hold NaN."""
+    rows, sizes = GROUPS[groups]
+    experts, offs = len(sizes), ends(*sizes)
+    a, b = operand(rows, K, 1, rng), stack(experts, N, K, rng)
+    left, right = (torch.randn(*s, 16, generator=rng).bfloat16() for s in ((rows,), (experts, N)))
+    left[sum(sizes) :] = float("nan")
+    added = torch.randn(experts, N, generator=rng) if bias else None
+    made = ops.grouped_gemm(a, b, offs, added, torch.bfloat16, rows, left, right)
+    want = reference.grouped_gemm(a, b, offs, None, torch.float32)
+    for e, inside in enumerate(ranges(offs)):
+        want[inside] += (left[inside].double() @ right[e].double().T).float()
+        want[inside] += 0 if added is None else added[e]
+    assert_same(made, want.bfloat16())
+
+
+def test_low_rank_products_that_kernels_cannot_add_are_refused(rng: Generator) -> None:
+    rows, offs = 20, ends(5, 15)
+    a, b = operand(rows, K, 1, rng), stack(2, N, K, rng)
+    bf16, fp16 = torch.bfloat16, torch.float16
+    left, right = torch.zeros(rows, 16, dtype=bf16), torch.zeros(2, N, 16, dtype=bf16)
+    for wrong in (
+        (left, None),
+        (left[:, :12].contiguous(), right[..., :12].contiguous()),
+        (left[:-1], right),
+        (left, right[:1]),
+        (left, right.mT.contiguous().mT),
+        (left.to(fp16), right.to(fp16)),
+        (torch.zeros(rows, 72, dtype=bf16), torch.zeros(2, N, 72, dtype=bf16)),
+    ):
+        with pytest.raises(ValueError, match="do not fit together"):
+            ops.grouped_gemm(a, b, offs, None, bf16, rows, *wrong)
+
+
+@every_grouping
 @pytest.mark.parametrize("format", [BLOCKS_1X128, BLOCKS_128X128], ids=lambda f: f.name)
 def test_wgrad_contracts_the_tokens_of_each_group(
     groups: str, format: BlockFormat, rng: Generator

@@ -44,15 +44,25 @@ def pieces(x, T: gl.constexpr):
 
 
 @gluon.jit
-def start(raw, a_s, b_s, stage, INDEX: gl.constexpr, WG: gl.constexpr, T: gl.constexpr):
-    # Starts product INDEX of this warpgroup's share of the stage, asynchronously.
+def start(
+    raw,
+    a_s,
+    b_s,
+    stage,
+    INDEX: gl.constexpr,
+    WG: gl.constexpr,
+    T: gl.constexpr,
+    PARTS: gl.constexpr = 1,
+):
+    # Starts product INDEX of this warpgroup's share of the stage, asynchronously. The memory may be
+    # viewed as PARTS operands for each one of a k block; the first is read.
     A_COPIES: gl.constexpr = T.a_copies
     ROW: gl.constexpr = (WG * T.rows if T.split == "m" else 0) * 64 + INDEX // T.cols * 64
     COL: gl.constexpr = ((WG * T.cols if T.split == "n" else 0) + INDEX % T.cols) * T.width
-    a = a_s.index(stage * A_COPIES + ROW // T.a_rows)
+    a = a_s.index((stage * A_COPIES + ROW // T.a_rows) * PARTS)
     if T.a_rows > 64:
         a = a.slice(ROW % T.a_rows, 64, dim=0)
-    b = b_s.index(stage)
+    b = b_s.index(stage * PARTS)
     if T.n > T.width:
         b = b.slice(COL, T.width, dim=0)
     return warpgroup_mma(a, b.permute((1, 0)), raw, use_acc=False, is_async=True)

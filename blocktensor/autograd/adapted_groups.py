@@ -1,0 +1,309 @@
+"""The differentiable grouped linear layer of a frozen FP8 stack with one low-rank term.
+
+::
+
+    fprop   u  = s (x · aᵀ)      y  = x · wᵀ + u · bᵀ (+ bias)
+    dgrad   v  = s (g · b)       dx = g · w + v · a
+    wgrad   da = vᵀ · x          db = gᵀ · u
+
+for the rows of group e and expert e of ``w[E, N, K]``, ``a[E, r, K]`` and ``b[E, N, r]``. x wᵀ and
+g w are FP8 matmuls, which add the product with b or a to their fp32 sums, before the bias and the
+only rounding. a and b are first rounded to the dtype of y. u, v, da and db are each a sum in fp32,
+rounded once; da and db to the dtype of a and b. The host never reads the sizes of groups. Rows of
+no group are zeros in y and dx, whatever they hold. Saved for backward: x, u, a and b in the dtype
+of y, and w as in ``linear.py``.
+
+``low_rank.py`` adds the terms that this layer does not take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from ..ops.formats import Quantized
+from ..ops.grouped_gemm.low_rank import is_fused
+from ..ops.grouped_gemm.ops import grouped_gemm
+from ..ops.runtime.specialize import PLAIN, sequence
+from ..ops.thin.layout import order_of
+from ..ops.thin.ops import thin_operand, thin_products, thin_rows
+from ..recipe import Recipe
+from ..tensor.adapted import LowRank
+from ..tensor.fp8_tensor import BlockwiseFP8Tensor
+from .backward import FP8Function, Gradients, refuse_gradients, run_backward
+from .matmuls import Grouped
+from .plan import Plan, autocast_dtype, plan_matmul
+from .repeat import Repeated
+from .saved_weight import SavedWeight, read_weight
+from .shared_cast import this_thread
+
+
+def adapted_groups(
+    x: Tensor, w: Tensor, term: LowRank, offs: Tensor, bias: Tensor | None, recipe: Recipe | None
+) -> Tensor | None:
+    """Return the grouped matmul with ``w`` and one term; None if this layer does not take it.
+
+    It takes plain bf16 rows, or rows that autocast converts to bf16; a frozen FP8 stack; and a rank
+    that grouped GEMMs add.
+    """
+    # Every attribute of a subclass would otherwise pass through __torch_function__, 2 us each.
+    with torch._C.DisableTorchFunctionSubclass():
+        if not _takes(x, w, term, offs):
+            return None
+        operands = x, w, bias, offs, recipe, term.a, term.b, float(term.scaling)
+        if repeat.table is not None and not is_compiling():
+            known = repeat.run(operands)
+            if known is not None:
+                return known
+        plan = plan_matmul(x, w, bias, recipe, offs)
+        if plan.is_cached and plan.records_forward:
+            known = repeat.remember(operands, plan)
+            if known is not None:
+                return known
+        cast = _shared_cast(x, offs, plan)
+        if plan.casts_x:
+            x = x.to(plan.out_dtype)
+        apply = _AdaptedGroups.apply if plan.tracing else _apply_eagerly
+        made: Tensor = apply(x, w, bias, offs, *operands[5:], plan, *cast)
+        return made
+
+
+def _takes(x: Tensor, w: Tensor, term: LowRank, offs: Tensor) -> bool:
+    if not is_compiling() and any(type(t) not in PLAIN for t in (x, term.a, term.b, offs)):
+        return False
+    if not isinstance(w, BlockwiseFP8Tensor) or isinstance(x, BlockwiseFP8Tensor):
+        return False
+    fits = x.ndim == 2 and x.shape[1] == w.shape[2] and offs.shape == w.shape[:1]
+    if w.requires_grad or not fits or 0 in x.shape or 0 in w.shape:
+        return False
+    return is_fused(autocast_dtype(x) or x.dtype, term.a.shape[1])
+
+
+def _shared_cast(x: Tensor, offs: Tensor, plan: Plan) -> tuple[Tensor, ...]:
+    """Return data and scale of x if linear layers share them in this run (``shared_cast.py``)."""
+
+    def cast(plan: Plan, x: Tensor) -> tuple[Tensor, ...]:
+        row, _ = Grouped(offs, x.shape[0]).forms(x, plan.format, None)
+        assert row is not None
+        return row[:2]
+
+    running = this_thread.running
+    return () if running is None else running.forms_of(x, offs, plan, cast)
+
+
+class _State(NamedTuple):
+    """All that backward reads of its forward, except tensors.
+
+    Attributes:
+        plan: of the FP8 matmul.
+        read: how the weight was read.
+        scaling: of the term.
+        rank: of the term.
+        dtypes: of a and b.
+        orders: how their transposes ``[E, K, r]``, and ``[E, N, r]``, lie in memory.
+    """
+
+    plan: Plan
+    read: SavedWeight
+    scaling: float
+    rank: int
+    dtypes: tuple[torch.dtype, torch.dtype]
+    orders: tuple[str, str]
+
+
+class _AdaptedGroups(FP8Function):
+    @staticmethod
+    def forward(ctx: Any, *operands: Any) -> Tensor:
+        """Run :func:`_forward` of x, w, the bias, offs, a, b, the scaling, the plan and a cast."""
+        x, w, bias, offs, a, b, scaling, plan, *cast = operands
+        needs = ctx.needs_input_grad[4:6]
+        y, saved, ctx.state = _forward(plan, x, w, bias, offs, a, b, scaling, needs, cast)
+        ctx.given, ctx.casts = (True, True, bias is not None, True, True, True), len(cast)
+        ctx.save_for_backward(*saved)
+        ctx.set_materialize_grads(False)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Gradients:
+        return run_backward(ctx, grads, _gradients_of_context, ctx.given)
+
+
+def _forward_of_node(
+    plan: Plan,
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    offs: Tensor,
+    _: Recipe | None,
+    a: Tensor,
+    b: Tensor,
+    scaling: float,
+) -> tuple[Tensor, Sequence[Tensor | None], _State]:
+    """Run :func:`_forward` of the operands for the node that ``repeat.py`` makes."""
+    cast = _shared_cast(x, offs, plan)
+    if plan.casts_x:
+        x = x.to(plan.out_dtype)
+    needs = a.requires_grad, b.requires_grad
+    return _forward(plan, x, w, bias, offs, a, b, scaling, needs, cast)
+
+
+def _forward(
+    plan: Plan,
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    offs: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scaling: float,
+    needs: Sequence[bool],
+    cast: Sequence[Tensor],
+) -> tuple[Tensor, Sequence[Tensor | None], _State]:
+    """Return y, the tensors to save, and what else backward reads.
+
+    Args:
+        plan: of the FP8 matmul.
+        x: in the dtype of y.
+        w, bias, offs, a, b, scaling: see the top of this file.
+        needs: whether gradients of a and of b may be wanted.
+        cast: data and scale of x, if it is cast already.
+    """
+    w_row, w_saved, read = read_weight(w, plan)
+    x_row = Quantized(cast[0], cast[1], plan.format) if cast else None
+    a = a.transpose(1, 2)
+    assert not isinstance(w_row, Tensor)
+    compute = _recorded_fprop if plan.records_forward else _fprop
+    y, u, thin_a, thin_b = compute(x, x_row, w_row, bias, offs, a, b, scaling, plan)
+    orders = order_of(a.stride()), order_of(b.stride())
+    state = _State(plan, read, scaling, a.shape[2], (a.dtype, b.dtype), orders)
+    kept = x if needs[0] else None, u if needs[1] else None
+    return y, (offs, *kept, thin_a, thin_b, *w_saved), state
+
+
+def _fprop(
+    x: Tensor,
+    x_row: Quantized | None,
+    w: Quantized,
+    bias: Tensor | None,
+    offs: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scaling: float,
+    plan: Plan,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return y, u, and the matrices in the dtype of y, ``[E, K, R]`` and ``[E, N, R]``.
+
+    ``a``: the transpose, ``[E, K, r]``. ``x_row``: the rowwise form of x, if it is cast already.
+    """
+    if x_row is None:
+        x_row, _ = Grouped(offs, x.shape[0]).forms(x, plan.format, None)
+    assert x_row is not None
+    thin_a, thin_b = (thin_operand(t, plan.out_dtype) for t in (a, b))
+    u = thin_rows(x, thin_a, offs, scaling)
+    y = grouped_gemm(x_row, w, offs, bias, plan.out_dtype, x.shape[0], u, thin_b)
+    return y, u, thin_a, thin_b
+
+
+_recorded_fprop = sequence(0, 1)(_fprop)
+
+
+def _gradients_of_context(
+    ctx: Any, saved: list[Any], grads: list[Any], asked: list[bool]
+) -> Gradients:
+    dx, dbias, da, db = _gradients(ctx.state, saved, grads, asked)
+    return dx, None, dbias, None, da, db, None, None, *(None,) * ctx.casts
+
+
+def _gradients_of_node(
+    plan: Plan, state: _State, saved: list[Any], grads: list[Any], asked: list[bool]
+) -> Gradients:
+    """Return the gradients of the operands for the node that ``repeat.py`` makes."""
+    refuse_gradients(grads)
+    with torch._C.DisableTorchFunctionSubclass():
+        without_recipe = asked[:4] + asked[5:7]
+        dx, dbias, da, db = _gradients(state, saved, grads, without_recipe)
+    return dx, None, dbias, None, None, da, db
+
+
+def _gradients(
+    state: _State, saved: list[Any], grads: list[Any], asked: Sequence[bool]
+) -> Gradients:
+    """Return the gradients of x, the bias, a and b.
+
+    ``asked``: which of x, w, the bias, offs, a and b need one.
+    """
+    plan = state.plan
+    grad: Tensor | None = grads.pop()
+    needs_dx, _, needs_dbias, _, needs_da, needs_db = asked
+    offs, x, u, thin_a, thin_b, *weight = saved
+    w_col = state.read.columnwise(weight, needs_dx and grad is not None)
+    if grad is None:
+        return None, None, None, None
+    matmul = Grouped(offs, grad.shape[0])
+    dbias = matmul.dbias(grad, plan) if needs_dbias else None
+    x, u = x if needs_da else None, u if needs_db else None
+    compute = _recorded_backward if plan.records_backward else _backward
+    dx, da, db = compute(
+        grad,
+        x,
+        u,
+        w_col,
+        thin_a if needs_dx else None,
+        thin_b,
+        offs,
+        state.scaling,
+        state.rank,
+        state.dtypes,
+        state.orders,
+        plan,
+    )
+    return dx, dbias, None if da is None else da.transpose(1, 2), db
+
+
+def _backward(
+    grad: Tensor,
+    x: Tensor | None,
+    u: Tensor | None,
+    w: Quantized | None,
+    a: Tensor | None,
+    b: Tensor,
+    offs: Tensor,
+    scaling: float,
+    rank: int,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    orders: tuple[str, str],
+    plan: Plan,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Return dx if w and a are given, the transpose of da if x is, and db if u is."""
+    dx = da = db = v = None
+    if a is not None or x is not None:
+        v = thin_rows(grad, b, offs, scaling)
+    if w is not None:
+        matmul = Grouped(offs, grad.shape[0])
+        g_row, _ = matmul.forms(grad, plan.format, None)
+        assert g_row is not None
+        dx = grouped_gemm(g_row, w, offs, None, plan.x_dtype, grad.shape[0], v, a)
+    if x is not None:
+        assert v is not None
+        da = thin_products(x, v, offs, rank, dtypes[0], orders[0])
+    if u is not None:
+        db = thin_products(grad, u, offs, rank, dtypes[1], orders[1])
+    return dx, da, db
+
+
+_recorded_backward = sequence(0)(_backward)
+
+repeat = Repeated(
+    "FP8AdaptedGroupsBackward",
+    lambda x, w, bias, offs, recipe, *_: Plan(x, w, bias, recipe, offs),
+    _gradients_of_node,
+    _forward_of_node,
+    with_rows=(0,),
+)
+
+# without the preparations for functorch, which would refuse it anyway
+_apply_eagerly = super(torch.autograd.Function, _AdaptedGroups).apply
