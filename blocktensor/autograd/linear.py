@@ -280,7 +280,8 @@ def _backward(
 ) -> tuple[Tensor, Tensor | None]:
     """Return ``dx = grad w``, and ``dw = gradᵀ x`` unless x is None, of columnwise forms."""
     matmul = matmul_of(offs, grad)
-    g_row, g_col = matmul.forms(grad, plan.format, None if x is None else plan.format)
+    format = plan.grad_format
+    g_row, g_col = matmul.forms(grad, format, None if x is None else format)
     dx = matmul.dgrad(g_row, w, plan)
     return dx, None if x is None else matmul.wgrad(g_col, x, plan)
 

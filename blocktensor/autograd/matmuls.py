@@ -128,7 +128,7 @@ class Dense:
             w,
             w_col,
             self.offs,
-            plan.format,
+            plan.grad_format,
             plan.weight_format,
             plan.x_dtype,
             plan.w_dtype,

@@ -22,7 +22,7 @@ from ..ops.runtime.specialize import PLAIN, Decisions, must_dispatch
 from ..patches import COMPILE_CACHE_KEY
 from ..recipe import DEFAULT_RECIPE, Recipe
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
-from ..tensor.refusals import check_same_scaling
+from ..tensor.refusals import check_scaling
 from ..tensor.weight import BlockwiseFP8Weight
 from ..tensor.weight_cache import ONE_READ_BYTES, FP8Cache
 from .pipelining import LOSES_GRAPHS, watch_halves
@@ -41,7 +41,8 @@ class Plan:
     """The checks and choices of one kind of linear layer or grouped linear layer.
 
     Attributes:
-        format: of the output's gradient, and of x rowwise.
+        format: of x rowwise.
+        grad_format: of the output's gradient, rowwise and columnwise.
         x_columnwise: format of x columnwise, which wgrad reads; None if no gradient of w is wanted,
             or if wgrad runs in high precision.
         saves_x: save x itself, for a wgrad in high precision.
@@ -84,6 +85,7 @@ class Plan:
         self.out_dtype = out_dtype = _checked_output_dtype(x, w, bias, recipe, offs)
         is_cast = isinstance(x, BlockwiseFP8Tensor)
         self.format, self.weight_format = recipe.activation_format, recipe.weight_format
+        self.grad_format = recipe.gradient_format
         # as autocast does for every linear layer; 16-bit casts are also faster
         self.casts_x = x.dtype != out_dtype and not is_cast
         has_graph = torch.is_grad_enabled()
@@ -99,8 +101,8 @@ class Plan:
         self.x_columnwise = self.wgrad_input if needs_dw else None
         self.saves_x = needs_dw and self.x_columnwise is None
         self.grad_formats = (
-            self.format if needs_dx else None,
-            self.format if needs_dw and not self.saves_x else None,
+            self.grad_format if needs_dx else None,
+            self.grad_format if needs_dw and not self.saves_x else None,
         )
         self.tracing = (
             is_compiling()  # functorch was refused earlier
@@ -181,12 +183,14 @@ def _key(
             type(cache),
             cache.format,
             w.transposed,
+            how.scale,
             how.wgrad_input,
             how.cache_weight,
             how.batch_invariant,
         )
     else:
-        weight_key = w.format, w.recipe.wgrad_input, w.recipe.batch_invariant
+        how = w.recipe
+        weight_key = w.format, how.scale, how.wgrad_input, how.batch_invariant
     return (  # every eager call builds it
         (rows, x.shape[-1:], x.ndim),
         (x.dtype, x.device, x.requires_grad),
@@ -196,9 +200,7 @@ def _key(
         (w.shape, w.dtype, w.device, w.requires_grad),
         weight_key,
         None if bias is None else (bias.shape, bias.dtype, bias.device, bias.requires_grad),
-        None
-        if recipe is None
-        else (recipe.activation_format, recipe.wgrad_input, recipe.batch_invariant),
+        None if recipe is None else (recipe.scale, recipe.wgrad_input, recipe.batch_invariant),
         torch.is_grad_enabled(),
         autocast_dtype(x) if torch._C._is_any_autocast_enabled() else None,
         None if offs is None else (w.stride(), offs.shape, offs.dtype, offs.device),
@@ -340,7 +342,7 @@ def _check_blocks(x: Tensor, w: Tensor, recipe: Recipe) -> None:
         )
     formats = [t.format for t in (x, w) if isinstance(t, FP8_TYPES)]
     for format in formats:
-        check_same_scaling(recipe.activation_format, format)
+        check_scaling(recipe, format)
     if w.ndim == 3 and isinstance(w, BlockwiseFP8Tensor) and not w.format.transposes:
         raise ValueError(
             f"the weight of a grouped FP8 linear layer has blocks of {w.block_shape}: expected "

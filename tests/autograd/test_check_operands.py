@@ -97,11 +97,11 @@ def test_mixed_recipes() -> None:
     assert_expected_inline(
         f"{text}\n{refused(calls[-1])}",
         """\
-ValueError: mixed recipes: one operand was cast with Recipe(scale='power_of_two'), the other
-  with Recipe(scale='fp32'); cast both with one recipe, e.g. blocktensor.quantize(x,
+ValueError: mixed recipes: activations are cast with scale='power_of_two' here, and one was cast
+  with scale='fp32'; cast both operands with one recipe, e.g. blocktensor.quantize(x,
   recipe=weight.recipe)
-ValueError: mixed recipes: one operand was cast with Recipe(scale='fp32'), the other with
-  Recipe(scale='power_of_two'); cast both with one recipe, e.g. blocktensor.quantize(x,
+ValueError: mixed recipes: weights are cast with scale='fp32' here, and one was cast with
+  scale='power_of_two'; cast both operands with one recipe, e.g. blocktensor.quantize(x,
   recipe=weight.recipe)""",
     )
     unseen = BlockwiseFP8Tensor.from_values(W, SQUARE, Recipe.deepseek())
