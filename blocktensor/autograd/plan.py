@@ -52,6 +52,7 @@ class Plan:
             reads that form.
         weight_format: of a plain weight.
         out_dtype: of the output, and of the input where ``casts_x``.
+        derives_x: True if x is FP8 and the columnwise form that wgrad reads is derived.
         casts_x: True if autocast changes the dtype of x.
         needs: whether gradients of x and of w may be wanted.
         tracing: True while a compiler traces.
@@ -99,6 +100,7 @@ class Plan:
             recipe.wgrad_input_format_kn if self.w_is_transposed else recipe.wgrad_input_format
         )
         self.x_columnwise = self.wgrad_input if needs_dw else None
+        self.derives_x = self.x_columnwise is not None and derives_columnwise(x, offs)
         self.saves_x = needs_dw and self.x_columnwise is None
         self.grad_formats = (
             self.grad_format if needs_dx else None,
@@ -297,13 +299,7 @@ def _checked_output_dtype(
     _refuse_export(w)
     _check_blocks(x, w, recipe)
     if isinstance(x, BlockwiseFP8Tensor) and torch.is_grad_enabled() and w.requires_grad:
-        if offs is not None:
-            raise ValueError(
-                "the input of a grouped FP8 linear layer is FP8 already, and its columnwise "
-                "blocks, which the gradient of the weight needs, ignore the groups: pass the "
-                "high-precision tensor; share_inputs(model) casts it once for several weights"
-            )
-        _check_wgrad_input(x, recipe)
+        _check_wgrad_input(x, recipe, offs)
     autocast = autocast_dtype(x)
     if autocast is not None:
         return autocast
@@ -350,9 +346,43 @@ def _check_blocks(x: Tensor, w: Tensor, recipe: Recipe) -> None:
         )
 
 
-def _check_wgrad_input(x: BlockwiseFP8Tensor, recipe: Recipe) -> None:
-    """Check that ``x`` holds what wgrad reads."""
+def derives_columnwise(x: Tensor, offs: Tensor | None = None) -> bool:
+    """Return True if ``x`` is FP8, and its columnwise form is derived from its rowwise one.
+
+    Blocks that ``x`` holds columnwise ignore groups that end at ``offs``.
+    """
+    return (
+        isinstance(x, BlockwiseFP8Tensor)
+        and x.rowwise_data is not None
+        and x.rowwise_format.rows == 1
+        and x.rowwise_format.power_of_two
+        and (offs is not None or x.columnwise_data is None)
+    )
+
+
+def _check_wgrad_input(x: BlockwiseFP8Tensor, recipe: Recipe, offs: Tensor | None) -> None:
+    """Check that ``x`` holds what wgrad reads, or what it can be derived from."""
     wanted = recipe.wgrad_input_format
+    if wanted is not None and x.prepared is None and x.source is None:
+        if derives_columnwise(x, offs):
+            return
+        in_powers = "Recipe(scale=Scales(activations='power_of_two'))"
+        if offs is not None:
+            raise ValueError(
+                f"the input {list(x.shape)} of a grouped FP8 linear layer is FP8 already, and its "
+                f"columnwise blocks, which the gradient of the weight needs, ignore the groups; to "
+                f"cast them from its rowwise blocks would round twice, since their scales are no "
+                f"powers of two: pass the high-precision tensor (share_inputs(model) casts it once "
+                f"for several weights), or give tokens and weights {in_powers}"
+            )
+        if x.columnwise_data is None:
+            raise ValueError(
+                f"the input {list(x.shape)}, which is FP8 already, has no columnwise blocks, which "
+                f"the gradient of the weight needs; to cast them from its rowwise blocks would "
+                f"round twice, since their scales are no powers of two: cast it by "
+                f"blocktensor.quantize(x, recipe=weight.recipe), or give tokens and weights "
+                f"{in_powers}"
+            )
     if wanted is None or x.source is not None:
         fits = wanted is None and x.source is not None
     else:
@@ -363,8 +393,9 @@ def _check_wgrad_input(x: BlockwiseFP8Tensor, recipe: Recipe) -> None:
         raise ValueError(
             f"the input {list(x.shape)}, which is FP8 already, lacks the tensor from which it was "
             f"cast, which the gradient of the weight reads (wgrad_input='high_precision'): slices "
-            f"and concatenations lose it; cut or join the high-precision tensors, then call "
-            f"blocktensor.quantize(x, recipe=weight.recipe)"
+            f"and concatenations lose it, and tokens that arrive as bytes have none; cut or join "
+            f"the high-precision tensors, then call blocktensor.quantize(x, recipe=weight.recipe), "
+            f"or convert with wgrad_input='128x128'"
         )
     name = x.columnwise_format.name
     held = f"holds {name} blocks" if x.source is None else "is cast for 'high_precision'"

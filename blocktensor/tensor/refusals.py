@@ -76,7 +76,8 @@ def check_scaling(recipe: Recipe, format: BlockFormat) -> None:
         raise ValueError(
             f"mixed recipes: {operand} are cast with scale={wanted!r} here, and one was cast with "
             f"scale={format.scale_rounding!r}; cast both operands with one recipe, e.g. "
-            f"blocktensor.quantize(x, recipe=weight.recipe)"
+            f"blocktensor.quantize(x, recipe=weight.recipe), or give both "
+            f"Recipe(scale=Scales({operand}={format.scale_rounding!r}))"
         )
 
 
