@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,7 @@ from blocktensor import (
 )
 from blocktensor.ops import reference
 from blocktensor.ops.formats import Quantized
+from tests.docs.code_blocks import ROOT
 from tests.support.asserts import refused
 from tests.support.compiling import afresh, graphs, instantiates
 from tests.support.grouped_linears import K, N, every_grouping, natural, sample, stack
@@ -34,7 +36,8 @@ from tests.support.models import (
     plain,
     randn,
 )
-from tests.support.numeric import assert_same
+from tests.support.numeric import assert_same, relative_error
+from tests.support.outliers import KINDS, drawn
 from tests.support.steps import ours
 
 __all__ = ["afresh", "way_of_linears"]
@@ -287,3 +290,28 @@ NotImplementedError: a gradient of a grouped FP8 linear layer that is FP8 alread
     given = received(x, Recipe())
     (dx,) = torch.autograd.grad(functional.grouped_linear(given, frozen, offs), [given], grad)
     assert dx.shape == x.shape
+
+
+def rows_on_the_page() -> dict[str, list[float]]:
+    page = (ROOT / "docs/guides/moe.md").read_text("utf-8")
+    _, _, after = page.partition("| arrived in fp32 scales, cast again |\n")
+    lines = [line.strip("|").split("|") for line in after.split("\n\n")[0].splitlines()[1:]]
+    return {name.strip(): [*map(float, rest)] for name, *rest in lines}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_table_on_the_page(kind: str, device: torch.device) -> None:
+    """What a weight gradient loses if tokens arrive in FP8: nothing more than by a cast here."""
+    x, grad, w = (part.bfloat16().to(device) for part in drawn(kind))
+    exact = grad.double().t() @ x.double()
+
+    def sqnr(given: Tensor, recipe: Recipe) -> float:
+        leaf = w.detach().requires_grad_()
+        y = functional.linear(given, leaf, recipe=recipe)
+        (dw,) = torch.autograd.grad(y, [leaf], grad)
+        return -20 * math.log10(relative_error(dw, exact))
+
+    arrived = sqnr(received(x), X_IN_POWERS)
+    assert arrived == pytest.approx(sqnr(x, X_IN_POWERS), abs=0.02)
+    made = [sqnr(x, Recipe()), arrived, sqnr(quantize(x).dequantize(), Recipe())]
+    assert rows_on_the_page()[kind] == pytest.approx(made, abs=0.1)

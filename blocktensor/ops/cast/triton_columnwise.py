@@ -30,7 +30,7 @@ def columnwise_kernel(
     WIDE: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     # One program reads the bytes [128, 128] of a block of rows, and writes their columnwise form.
-    # Arguments are those of cast_1x128_kernel.
+    # Arguments are as in cast_1x128_kernel.
     tile = tl.program_id(0)
     tile_m = tile // blocks_k
     tile_k = tile % blocks_k
