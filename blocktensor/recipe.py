@@ -147,9 +147,10 @@ class Recipe:
     @property
     def wgrad_input_format(self) -> BlockFormat | None:
         """The format of activations columnwise; None if weight gradients are in high precision."""
-        rounding = self.scale_of("activations")
-        formats = {"1x128": ACTIVATION_FORMATS[rounding], "128x128": WEIGHT_FORMATS[rounding]}
-        return formats.get(self.wgrad_input)
+        rows, squares = self.activation_format, self.weight_format
+        if squares.scale_rounding != rows.scale_rounding:
+            squares = WEIGHT_FORMATS[rows.scale_rounding]
+        return {"1x128": rows, "128x128": squares}.get(self.wgrad_input)
 
     @property
     def wgrad_input_format_kn(self) -> BlockFormat | None:
