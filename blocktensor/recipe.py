@@ -182,7 +182,7 @@ def check_recipe(recipe: object) -> None:
     """Check that ``recipe`` is a Recipe or None, else raise TypeError."""
     if recipe is None or isinstance(recipe, Recipe):
         return
-    is_scale = isinstance(recipe, str) and recipe in ROUNDINGS
+    is_scale = isinstance(recipe, Scales) or (isinstance(recipe, str) and recipe in ROUNDINGS)
     example = f"Recipe(scale={recipe!r})" if is_scale else "Recipe() or Recipe.deepseek()"
     is_foreign = type(recipe).__module__.partition(".")[0] in ("torchao", "transformer_engine")
     page = f"; {MIGRATING} says which recipe does the same" if is_foreign else ""

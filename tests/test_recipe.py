@@ -143,3 +143,5 @@ def test_none_is_the_default_recipe_everywhere(name: str) -> None:
     assert values[0] == values[1]
     with pytest.raises(TypeError, match=r"recipe='fast' is a str: expected a blocktensor\.Recipe"):
         run(recipe="fast")
+    with pytest.raises(TypeError, match=r"is a Scales: .* e\.g\. Recipe\(scale=Scales\("):
+        run(recipe=Scales(weights="power_of_two"))

@@ -203,8 +203,9 @@ class BlockwiseFP8Tensor(FP8Base):
             rowwise_scale: fp32 ``[M, K/128]`` or ``[..., N/128, K/128]`` (rounded up).
             block_shape: ``(1, 128)`` or ``(128, 128)``.
             dtype: the high-precision dtype that autograd sees.
-            recipe: numeric choices, of which ``scale`` must be the scales', with blocks of one row
-                for activations, else for weights; default ``Recipe()``.
+            recipe: numeric choices; default ``Recipe()``. Its ``scale`` must say how these scales
+                are rounded, with blocks of one row for activations, else for weights. That is not
+                checked, since the host would wait for the GPU.
 
         Raises:
             TypeError, ValueError: wrong dtypes, ranks, devices, or a scale of another shape.

@@ -10,6 +10,7 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from blocktensor import (
     BlockwiseFP8Tensor,
@@ -215,6 +216,53 @@ def test_compiled(grouped: bool) -> None:
     for got, want in zip(made, results(run, received(x), grad, w), strict=True):
         assert_same(got, want)
     assert graphs() == 1
+
+
+@instantiates
+def test_compiled_for_any_number_of_tokens() -> None:
+    w = linear(N, K, recipe=X_IN_POWERS).weight
+    run = lambda t: nn.functional.linear(t, w)  # noqa: E731
+    compiled: Any = torch.compile(run, fullgraph=True, backend="aot_eager")
+    for number, tokens in enumerate((130, 200, 300, 270)):
+        x, grad = randn(tokens, K), randn(tokens, N, seed=1)
+        made = results(compiled, received(x), grad, w)
+        for got, want in zip(made, results(run, received(x), grad, w), strict=True):
+            assert_same(got, want)
+        assert graphs() == min(number + 1, 2)
+
+
+def test_rows_of_a_tensor_are_tokens() -> None:
+    module, x, grad = linear(N, K, recipe=X_IN_POWERS), randn(130, K), randn(64, N, seed=1)
+    whole = received(x)
+    y = module(whole[2:66])
+    dx, dw = torch.autograd.grad(y, [whole, module.weight], grad)
+    want = results(module, received(x[2:66]), grad, module.weight)
+    for got, wanted in zip((y.detach(), dx[2:66], dw), want, strict=True):
+        assert_same(got, wanted)
+    assert not dx[:2].any()
+    assert not dx[66:].any()
+
+
+def test_with_checkpointing_and_autocast() -> None:
+    module, x, grad = linear(N, K, recipe=X_IN_POWERS), randn(130, K), randn(130, N, seed=1)
+    want = results(module, received(x), grad, module.weight)
+    again = lambda t: checkpoint(module, t, use_reentrant=False)  # noqa: E731
+    for got, wanted in zip(results(again, received(x), grad, module.weight), want, strict=True):
+        assert_same(got, wanted)
+    wide = linear(N, K, recipe=X_IN_POWERS, dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = wide(received(x.float()))
+    dw = torch.autograd.grad(y, [wide.weight], grad)[0]
+    assert (y.dtype, dw.dtype) == (torch.bfloat16, torch.float32)
+
+
+def test_torchs_grouped_mm() -> None:
+    x, grad, offs = sample("ragged")
+    w = stack(len(offs), recipe=X_IN_POWERS)
+    run = lambda t: nn.functional.grouped_mm(t, w.transpose(-2, -1), offs=offs)  # noqa: E731
+    want = results(lambda t: functional.grouped_linear(t, w, offs), received(x), grad, w)
+    for got, wanted in zip(results(run, received(x), grad, w), want, strict=True):
+        assert_same(got, wanted)
 
 
 def test_a_gradient_that_arrives_as_bytes() -> None:

@@ -48,6 +48,7 @@ def test_a_linear_layer(scales: Scales, wgrad_input: Any, device: torch.device) 
         assert_matches(actual, wanted)
 
 
+@pytest.mark.usefixtures("way_of_linears")
 def test_layers_of_unequal_scales_in_one_process(device: torch.device) -> None:
     """Plans, recordings and compiled graphs of one recipe never serve another."""
     x, grad = randn(64, 128, device=device), randn(64, 128, seed=1, device=device)

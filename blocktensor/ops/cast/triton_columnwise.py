@@ -67,23 +67,23 @@ def columnwise_kernel(
     if SQUARE:  # magnitudes of bytes are ordered like numbers, with NaN above all
         largest = tl.max(data & 0x7F, 1).to(tl.int8).to(tl.float8e4nv, bitcast=True)
         amax = _known(tl.max(magnitude_bits(largest.to(tl.float32) * scale), 0))
-        col_scale = scale_from_bits(amax, "refined", True)
+        col_scale = scale_from_bits(amax, "corrected", True)
         place = col_scale_ptr + tile_k.to(tl.int64) * col_scale_ld + tile_m
         tl.store(place, col_scale, mask=col_left > 0)
-        _, r, _ = divisor(amax, col_scale, "refined", True)
+        _, r, _ = divisor(amax, col_scale, "corrected", True)
         shift = scale * r
         # of zeros: finite, so that they stay zeros
         q = x * tl.where(shift > TWO_127, TWO_127, shift)[:, None]
     else:
         x = x * scale[:, None]
         amax = _known(tl.max(magnitude_bits(x), 0))
-        col_scale = scale_from_bits(amax, "refined", True)  # [128]
+        col_scale = scale_from_bits(amax, "corrected", True)  # [128]
         tl.store(
             col_scale_ptr + tile_m.to(tl.int64) * col_scale_ld + first_k + k,
             col_scale,
             mask=k < cols_left,
         )
-        _, r, _ = divisor(amax, col_scale, "refined", True)
+        _, r, _ = divisor(amax, col_scale, "corrected", True)
         q = x * r[None, :]
     q = q.to(tl.float8e4nv)
     target = col_ptr + first_k * out_ld + col_m + (k.to(tl.int64)[:, None] * out_ld + m[None, :])
@@ -208,10 +208,10 @@ def square_words_kernel(
         tl.maximum(_largest_of_rows(x2, s2), _largest_of_rows(x3, s3)),
     )
     amax = _known(tl.max(bits, 0))
-    col_scale = scale_from_bits(amax, "refined", True)
+    col_scale = scale_from_bits(amax, "corrected", True)
     place = col_scale_ptr + tile_k.to(tl.int64) * col_scale_ld + tile_m
     tl.store(place, col_scale, mask=col_left > 0)
-    _, r, _ = divisor(amax, col_scale, "refined", True)
+    _, r, _ = divisor(amax, col_scale, "corrected", True)
     q0, q1 = _times(x0, s0 * r), _times(x1, s1 * r)
     q2, q3 = _times(x2, s2 * r), _times(x3, s3 * r)
 
