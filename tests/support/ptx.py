@@ -77,7 +77,8 @@ WORDS: dict[str, Callable[..., Any]] = {
     ),
     "prmt.b32": lambda a, b, selector: permuted(a, b, int(selector.flat[0])),
     "cvt.rn.f16x2.e4m3x2": lambda a: of_e4m3(a),
-    "cvt.rn.satfinite.e4m3x2.f16x2": lambda a: to_e4m3(a),
+    "cvt.rn.satfinite.e4m3x2.f16x2": lambda a: to_e4m3(*halves(a, torch.float16)),
+    "cvt.rn.satfinite.e4m3x2.f32": lambda high, low: to_e4m3(wide(low), wide(high)),
 }
 
 
@@ -93,10 +94,9 @@ def of_e4m3(a: Any) -> Any:
     return given.half().view(torch.int32).numpy().view(U32)
 
 
-def to_e4m3(a: Any) -> Any:
-    """Two numbers of 16 bits, rounded to 8 bits."""
-    low, high = (e4m3_bytes(x).view(np.uint8).astype(U32) for x in halves(a, torch.float16))
-    return low | high << 8
+def to_e4m3(low: Any, high: Any) -> Any:
+    """Two numbers, rounded to 8 bits."""
+    return e4m3_bytes(low).astype(U32) | e4m3_bytes(high).astype(U32) << 8
 
 
 def toward_minus_infinity(x: Any) -> Any:

@@ -163,15 +163,61 @@ def _permuted(a, b, SELECTOR: tl.constexpr):
     )
 
 
+@triton.jit
+def _column(words, C: tl.constexpr):
+    # The fp32 values of one of the four bytes of each word
+    if C < 2:
+        pairs = tl.inline_asm_elementwise(
+            "{.reg .b16 a, b; mov.b32 {a, b}, $1; cvt.rn.f16x2.e4m3x2 $0, a;}",
+            "=r,r",
+            [words],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        pairs = tl.inline_asm_elementwise(
+            "{.reg .b16 a, b; mov.b32 {a, b}, $1; cvt.rn.f16x2.e4m3x2 $0, b;}",
+            "=r,r",
+            [words],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    half = (pairs >> (16 * (C % 2))).to(tl.int16)
+    return half.to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _packed(x0, x1, x2, x3):
+    # Four fp32 numbers, rounded to the bytes of a word
+    return tl.inline_asm_elementwise(
+        """{.reg .b16 a, b; .reg .f32 x, y, z, w;
+        mov.b32 x, $1; mov.b32 y, $2; mov.b32 z, $3; mov.b32 w, $4;
+        cvt.rn.satfinite.e4m3x2.f32 a, y, x; cvt.rn.satfinite.e4m3x2.f32 b, w, z;
+        mov.b32 $0, {a, b};}""",
+        "=r,r,r,r,r",
+        [
+            x0.to(tl.int32, bitcast=True),
+            x1.to(tl.int32, bitcast=True),
+            x2.to(tl.int32, bitcast=True),
+            x3.to(tl.int32, bitcast=True),
+        ],
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
 @triton.jit(do_not_specialize=["rows", "scale_ld", "col_scale_ld", "blocks_k", "groups", "columns"])
-def square_words_kernel(
+def words_kernel(
     data_ptr, scale_ptr, col_ptr, col_scale_ptr, rows, words, stride_m, scale_ld, out_ld,
-    col_scale_ld, blocks_k, offs_ptr, groups, columns, EVEN: tl.constexpr, WIDE: tl.constexpr,
-    GROUPS: tl.constexpr,
+    col_scale_ld, blocks_k, offs_ptr, groups, columns, SQUARE: tl.constexpr, EVEN: tl.constexpr,
+    WIDE: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    # columnwise_kernel for 128x128 blocks of bytes in whole words. `words`, `stride_m` and `out_ld`
-    # count words. Rows 4i to 4i+3 are four tensors, so that a thread holds the same columns of all,
-    # and a word of four rows of one column is made of its own words.
+    # columnwise_kernel for bytes in whole words. `words`, `stride_m` and `out_ld` count words. Rows
+    # 4i to 4i+3 are four tensors, so that a thread holds the same columns of all, and a word of
+    # four rows of one column is made of its own words.
     tile = tl.program_id(0)
     tile_m = tile // blocks_k
     tile_k = tile % blocks_k
@@ -203,27 +249,42 @@ def square_words_kernel(
     s2 = tl.load(scales + m + 2, mask=m + 2 < rows_left, other=1.0)
     s3 = tl.load(scales + m + 3, mask=m + 3 < rows_left, other=1.0)
 
-    bits = tl.maximum(
-        tl.maximum(_largest_of_rows(x0, s0), _largest_of_rows(x1, s1)),
-        tl.maximum(_largest_of_rows(x2, s2), _largest_of_rows(x3, s3)),
-    )
-    amax = _known(tl.max(bits, 0))
-    col_scale = scale_from_bits(amax, "corrected", True)
-    place = col_scale_ptr + tile_k.to(tl.int64) * col_scale_ld + tile_m
-    tl.store(place, col_scale, mask=col_left > 0)
-    _, r, _ = divisor(amax, col_scale, "corrected", True)
-    q0, q1 = _times(x0, s0 * r), _times(x1, s1 * r)
-    q2, q3 = _times(x2, s2 * r), _times(x3, s3 * r)
-
-    low_a, high_a = _permuted(q0, q1, "0x5140"), _permuted(q0, q1, "0x7362")
-    low_b, high_b = _permuted(q2, q3, "0x5140"), _permuted(q2, q3, "0x7362")
     target = col_ptr + (tile_k.to(tl.int64) * 128 + w.to(tl.int64)[:, None] * 4) * out_ld
     target += tile_m.to(tl.int64) * 32 + i[None, :]
     inside = (w < words_left)[:, None] & (i * 4 < col_left)[None, :]
-    _store(target, _permuted(low_a, low_b, "0x5410"), inside, EVEN)
-    _store(target + out_ld, _permuted(low_a, low_b, "0x7632"), inside, EVEN)
-    _store(target + 2 * out_ld, _permuted(high_a, high_b, "0x5410"), inside, EVEN)
-    _store(target + 3 * out_ld, _permuted(high_a, high_b, "0x7632"), inside, EVEN)
+    if SQUARE:
+        bits = tl.maximum(
+            tl.maximum(_largest_of_rows(x0, s0), _largest_of_rows(x1, s1)),
+            tl.maximum(_largest_of_rows(x2, s2), _largest_of_rows(x3, s3)),
+        )
+        amax = _known(tl.max(bits, 0))
+        col_scale = scale_from_bits(amax, "corrected", True)
+        place = col_scale_ptr + tile_k.to(tl.int64) * col_scale_ld + tile_m
+        tl.store(place, col_scale, mask=col_left > 0)
+        _, r, _ = divisor(amax, col_scale, "corrected", True)
+        q0, q1 = _times(x0, s0 * r), _times(x1, s1 * r)
+        q2, q3 = _times(x2, s2 * r), _times(x3, s3 * r)
+        low_a, high_a = _permuted(q0, q1, "0x5140"), _permuted(q0, q1, "0x7362")
+        low_b, high_b = _permuted(q2, q3, "0x5140"), _permuted(q2, q3, "0x7362")
+        _store(target, _permuted(low_a, low_b, "0x5410"), inside, EVEN)
+        _store(target + out_ld, _permuted(low_a, low_b, "0x7632"), inside, EVEN)
+        _store(target + 2 * out_ld, _permuted(high_a, high_b, "0x5410"), inside, EVEN)
+        _store(target + 3 * out_ld, _permuted(high_a, high_b, "0x7632"), inside, EVEN)
+    else:
+        place = col_scale_ptr + tile_m.to(tl.int64) * col_scale_ld + tile_k.to(tl.int64) * 128
+        for C in tl.static_range(4):
+            y0, y1 = _column(x0, C) * s0[:, None], _column(x1, C) * s1[:, None]
+            y2, y3 = _column(x2, C) * s2[:, None], _column(x3, C) * s3[:, None]
+            bits = tl.maximum(
+                tl.maximum(magnitude_bits(y0), magnitude_bits(y1)),
+                tl.maximum(magnitude_bits(y2), magnitude_bits(y3)),
+            )
+            amax = _known(tl.max(bits, 0))  # [32], of every fourth column
+            col_scale = scale_from_bits(amax, "corrected", True)
+            tl.store(place + w * 4 + C, col_scale, mask=w < words_left)
+            _, r, _ = divisor(amax, col_scale, "corrected", True)
+            r = r[None, :]
+            _store(target + C * out_ld, _packed(y0 * r, y1 * r, y2 * r, y3 * r), inside, EVEN)
 
 
 @triton.jit
@@ -240,10 +301,10 @@ def plan_columnwise_from_rowwise(x: Quantized, col: Quantized, offs: Tensor | No
     m, k = data.shape
     groups = 0 if offs is None else offs.shape[0]
     columns, square = col.data.shape[1], col.format.transposes
-    in_words = square and not (k | data.stride(0) | data.data_ptr()) % 4
+    in_words = not (k | data.stride(0) | data.data_ptr()) % 4
     kernel, unit, dtype = columnwise_kernel, 1, torch.int8
     if in_words:
-        kernel, unit, dtype = square_words_kernel, 4, torch.int32
+        kernel, unit, dtype = words_kernel, 4, torch.int32
     return Launch(
         kernel,
         (blocks_of(data, groups, False) * num_blocks(k),),
@@ -252,7 +313,7 @@ def plan_columnwise_from_rowwise(x: Quantized, col: Quantized, offs: Tensor | No
          col.scale.stride(0 if square else 1), num_blocks(k), scale if offs is None else offs,
          groups, columns),
         {
-            **({} if in_words else {"SQUARE": square}),
+            "SQUARE": square,
             "EVEN": offs is None and m % BLOCK == 0 and k % BLOCK == 0,
             "WIDE": is_wide(data.stride(0), columns),
             "GROUPS": padded_groups(groups),
