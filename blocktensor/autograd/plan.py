@@ -196,7 +196,7 @@ def _key(
     return (  # every eager call builds it
         (rows, x.shape[-1:], x.ndim),
         (x.dtype, x.device, x.requires_grad),
-        (*x.formats, x.columnwise_data is None, x.source is None)
+        (*x.formats, x.rowwise_data is None, x.columnwise_data is None, x.source is None)
         if isinstance(x, BlockwiseFP8Tensor)
         else None,
         (w.shape, w.dtype, w.device, w.requires_grad),
