@@ -14,7 +14,7 @@ from .conversion.freeze import freeze, unfreeze
 from .conversion.report import MinSizes
 from .fusion.fuse import fuse, unfuse
 from .fusion.share_inputs import share_inputs, unshare_inputs
-from .recipe import Recipe
+from .recipe import Recipe, Scales
 from .reports.audit import audit, audit_step
 from .reports.explain import explain
 from .reports.monitor import monitor
@@ -25,10 +25,11 @@ from .tensor.weight import BlockwiseFP8Weight
 __version__ = "0.1.0"
 
 __all__ = [
-    "BlockwiseFP8Tensor", "BlockwiseFP8Weight", "CheckpointError", "MinSizes", "Recipe", "audit",
-    "audit_step", "convert", "distributed", "explain", "freeze", "functional", "fuse", "iter_fp8",
-    "load_fp8", "monitor", "plan", "quantize", "reports", "save_fp8", "saved_tensors_in_fp8",
-    "share_inputs", "to_blockwise_fp8_weights", "unfreeze", "unfuse", "unshare_inputs",
+    "BlockwiseFP8Tensor", "BlockwiseFP8Weight", "CheckpointError", "MinSizes", "Recipe", "Scales",
+    "audit", "audit_step", "convert", "distributed", "explain", "freeze", "functional", "fuse",
+    "iter_fp8", "load_fp8", "monitor", "plan", "quantize", "reports", "save_fp8",
+    "saved_tensors_in_fp8", "share_inputs", "to_blockwise_fp8_weights", "unfreeze", "unfuse",
+    "unshare_inputs",
 ]  # fmt: skip
 
 

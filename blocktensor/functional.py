@@ -48,7 +48,9 @@ def linear(
     2.13 does not): convert the model there.
 
     Args:
-        x: ``[..., K]`` bf16, fp16 or fp32, or ``blocktensor.quantize(x)``.
+        x: ``[..., K]`` bf16, fp16 or fp32, or ``blocktensor.quantize(x)``, or bytes and scales in
+            1x128 blocks (``BlockwiseFP8Tensor.from_data``), whose scales must be powers of two if w
+            needs a gradient.
         w: ``[N, K]``, of x's dtype (any, under autocast).
         bias: ``[N]`` or None.
         recipe: numeric choices; default ``Recipe()``.
@@ -344,8 +346,9 @@ def grouped_linear(
     bits.
 
     Args:
-        x: ``[T, K]`` bf16, fp16 or fp32, sorted by expert. ``blocktensor.quantize(x)`` works for
-            weights that need no gradient.
+        x: ``[T, K]`` bf16, fp16 or fp32, sorted by expert; or in FP8, as bytes and scales in 1x128
+            blocks (``BlockwiseFP8Tensor.from_data``) or ``blocktensor.quantize(x)``, whose scales
+            must be powers of two if w needs a gradient.
         w: ``[E, N, K]``, of x's dtype (any, under autocast); ``w.transpose(1, 2)`` of a stack
             ``[E, K, N]``, at no cost.
         offs: int32 ``[E]`` on the device of ``x``, the row after the last of each group:

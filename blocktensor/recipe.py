@@ -7,8 +7,43 @@ from typing import Literal, get_args
 
 from .ops.formats import ACTIVATION_FORMATS, ROUNDINGS, WEIGHT_FORMATS, BlockFormat, ScaleRounding
 
+OperandName = Literal["activations", "gradients", "weights"]
 CachePolicy = Literal["backward", False]
 WgradInput = Literal["1x128", "128x128", "high_precision"]
+
+
+@dataclass(frozen=True)
+class Scales:
+    """A rounding of scales for each operand, where ``Recipe(scale=...)`` shall have several.
+
+    Matmuls take operands of any roundings, at the same speed.
+
+    Args:
+        activations: of inputs, in both of their forms.
+        gradients: of gradients of outputs, in both of their forms.
+        weights: of weights.
+
+    Raises:
+        ValueError: for a value that ``Recipe(scale=...)`` does not have.
+
+    Examples:
+        >>> recipe = blocktensor.Recipe(scale=blocktensor.Scales(activations="power_of_two"))
+        >>> recipe.scale
+        Scales(activations='power_of_two', gradients='fp32', weights='fp32')
+        >>> blocktensor.Recipe(scale=blocktensor.Scales()).scale
+        'fp32'
+    """
+
+    activations: ScaleRounding = "fp32"
+    gradients: ScaleRounding = "fp32"
+    weights: ScaleRounding = "fp32"
+
+    def __post_init__(self) -> None:
+        for operand in get_args(OperandName):
+            value = getattr(self, operand)
+            if not isinstance(value, str) or value not in ROUNDINGS:
+                choices = ", ".join(map(repr, ROUNDINGS))
+                raise ValueError(f"Scales({operand}={value!r}): expected one of {choices}")
 
 
 @dataclass(frozen=True)
@@ -17,7 +52,8 @@ class Recipe:
 
     Args:
         scale: ``"fp32"``: scale = amax / 448. ``"power_of_two"``: amax / 448, rounded up to a power
-            of two (DeepSeek's UE8M0; products with such scales are exact).
+            of two (DeepSeek's UE8M0; products with such scales are exact). A
+            :class:`~blocktensor.Scales` has one of them for each operand.
         cache_weight: how long the FP8 form of a trainable weight is kept. Every forward casts the
             current weight.
 
@@ -50,14 +86,18 @@ class Recipe:
         'power_of_two'
     """
 
-    scale: ScaleRounding = "fp32"
+    scale: ScaleRounding | Scales = "fp32"
     cache_weight: CachePolicy = "backward"
     wgrad_input: WgradInput = "128x128"
     batch_invariant: bool = False
 
     def __post_init__(self) -> None:
+        if isinstance(self.scale, Scales):
+            roundings = dict.fromkeys(self.scale_of(operand) for operand in get_args(OperandName))
+            if len(roundings) == 1:  # so that equal choices are equal recipes
+                object.__setattr__(self, "scale", next(iter(roundings)))
         fields = {
-            "scale": tuple(ROUNDINGS),
+            "scale": (*ROUNDINGS, *([self.scale] if isinstance(self.scale, Scales) else [])),
             "cache_weight": get_args(CachePolicy),
             "wgrad_input": get_args(WgradInput),
             "batch_invariant": (False, True),
@@ -65,8 +105,10 @@ class Recipe:
         for name, allowed in fields.items():
             value = getattr(self, name)
             if not any(type(value) is type(choice) and value == choice for choice in allowed):
+                others = ", or a blocktensor.Scales" if name == "scale" else ""
                 raise ValueError(
                     f"Recipe({name}={value!r}): expected one of {', '.join(map(repr, allowed))}"
+                    f"{others}"
                 )
 
     @classmethod
@@ -83,18 +125,32 @@ class Recipe:
         """Return the recipe with the most exact weight gradients: wgrad in high precision."""
         return cls(wgrad_input="high_precision")
 
+    def scale_of(self, operand: OperandName) -> ScaleRounding:
+        """Return the rounding of the scales of one operand."""
+        if isinstance(self.scale, Scales):
+            found: ScaleRounding = getattr(self.scale, operand)
+            return found
+        return self.scale
+
     # Not cached properties: compilers cannot trace their lock.
 
     @property
     def activation_format(self) -> BlockFormat:
-        """The format of gradients, and of activations rowwise."""
-        return ACTIVATION_FORMATS[self.scale]
+        """The format of activations rowwise."""
+        return ACTIVATION_FORMATS[self.scale_of("activations")]
+
+    @property
+    def gradient_format(self) -> BlockFormat:
+        """The format of gradients of outputs, rowwise and columnwise."""
+        return ACTIVATION_FORMATS[self.scale_of("gradients")]
 
     @property
     def wgrad_input_format(self) -> BlockFormat | None:
         """The format of activations columnwise; None if weight gradients are in high precision."""
-        formats = {"1x128": self.activation_format, "128x128": self.weight_format}
-        return formats.get(self.wgrad_input)
+        rows, squares = self.activation_format, self.weight_format
+        if squares.scale_rounding != rows.scale_rounding:
+            squares = WEIGHT_FORMATS[rows.scale_rounding]
+        return {"1x128": rows, "128x128": squares}.get(self.wgrad_input)
 
     @property
     def wgrad_input_format_kn(self) -> BlockFormat | None:
@@ -108,11 +164,11 @@ class Recipe:
     @property
     def weight_format(self) -> BlockFormat:
         """The format of weights."""
-        return WEIGHT_FORMATS[self.scale]
+        return WEIGHT_FORMATS[self.scale_of("weights")]
 
     @property
     def power_of_two(self) -> bool:
-        """True if scales are rounded up to powers of two."""
+        """True if the scales of all operands are rounded up to powers of two."""
         return self.scale == "power_of_two"
 
 
@@ -126,7 +182,7 @@ def check_recipe(recipe: object) -> None:
     """Check that ``recipe`` is a Recipe or None, else raise TypeError."""
     if recipe is None or isinstance(recipe, Recipe):
         return
-    is_scale = isinstance(recipe, str) and recipe in ROUNDINGS
+    is_scale = isinstance(recipe, Scales) or (isinstance(recipe, str) and recipe in ROUNDINGS)
     example = f"Recipe(scale={recipe!r})" if is_scale else "Recipe() or Recipe.deepseek()"
     is_foreign = type(recipe).__module__.partition(".")[0] in ("torchao", "transformer_engine")
     page = f"; {MIGRATING} says which recipe does the same" if is_foreign else ""

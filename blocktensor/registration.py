@@ -10,7 +10,7 @@ from .checkpoint import save  # noqa: F401  (fills its tables, as modules below 
 from .conversion import expert_adapters, pretrained_models  # noqa: F401
 from .ops.formats import named
 from .overrides.torch_functions import OVERRIDES
-from .recipe import Recipe
+from .recipe import Recipe, Scales
 from .sharding.fsdp import shards  # noqa: F401
 from .tensor.aten import fp8_tensor, matmuls, slicing, weight  # noqa: F401
 from .tensor.base import TORCH_FUNCTIONS, rebuilt
@@ -23,5 +23,5 @@ TORCH_FUNCTIONS.update(OVERRIDES)
 # For torch.load(weights_only=True) of frozen weights, and of whole models that are not fused: it
 # refuses objects of a derived class.
 torch.serialization.add_safe_globals(
-    [BlockwiseFP8Tensor, BlockwiseFP8Weight, FP8Cache, Recipe, named, rebuilt]
+    [BlockwiseFP8Tensor, BlockwiseFP8Weight, FP8Cache, Recipe, Scales, named, rebuilt]
 )

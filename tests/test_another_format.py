@@ -30,6 +30,10 @@ class ToyRecipe(Recipe):
         return TOY_ROWS
 
     @property
+    def gradient_format(self) -> BlockFormat:
+        return TOY_ROWS
+
+    @property
     def weight_format(self) -> BlockFormat:
         return self.weights
 

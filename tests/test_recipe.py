@@ -6,6 +6,7 @@ import dataclasses
 import pickle
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 
 import blocktensor
-from blocktensor import Recipe
+from blocktensor import Recipe, Scales
 from tests.support.models import complaint
 
 
@@ -60,13 +61,48 @@ def test_named_recipes_are_frozen() -> None:
 )
 def test_other_values_are_refused(name: str, value: Any) -> None:
     choices = {
-        "scale": "'fp32', 'power_of_two'",
+        "scale": "'fp32', 'power_of_two', or a blocktensor.Scales",
         "cache_weight": "'backward', False",
         "wgrad_input": "'1x128', '128x128', 'high_precision'",
         "batch_invariant": "False, True",
     }
     text = complaint(ValueError, lambda: Recipe(**{name: value}))
-    assert text == f"Recipe({name}={value!r}): expected one of {choices[name]}"
+    assert text.replace("\n", " ") == f"Recipe({name}={value!r}): expected one of {choices[name]}"
+
+
+OPERANDS = "activations", "gradients", "weights"
+
+
+def test_scales_of_operands() -> None:
+    """Each combination is a value; equal choices are equal recipes, however they are given."""
+    made = set()
+    for roundings in product(("fp32", "power_of_two"), repeat=3):
+        scales = Scales(*roundings)
+        recipe = Recipe(scale=scales)
+        assert tuple(map(recipe.scale_of, OPERANDS)) == roundings
+        assert recipe == Recipe(scale=scales) == pickle.loads(pickle.dumps(recipe))
+        assert recipe == dataclasses.replace(recipe) == eval(repr(recipe))
+        formats = recipe.activation_format, recipe.gradient_format, recipe.weight_format
+        assert tuple(x.scale_rounding for x in formats) == roundings
+        for wgrad_input in ("1x128", "128x128"):
+            format = Recipe(scale=scales, wgrad_input=wgrad_input).wgrad_input_format
+            assert format is not None
+            assert (format.name.partition("_")[0], format.scale_rounding) == (
+                wgrad_input,
+                roundings[0],
+            )
+        assert recipe.power_of_two == (set(roundings) == {"power_of_two"})
+        made.add(recipe)
+    assert len(made) == 8
+    assert Recipe(scale=Scales()) == Recipe()
+    assert Recipe(scale=Scales(*["power_of_two"] * 3)) == Recipe(scale="power_of_two")
+
+
+@pytest.mark.parametrize("operand", OPERANDS)
+@pytest.mark.parametrize("value", ["ue8m0", "", None, True, ("fp32",)])
+def test_other_scales_are_refused(operand: str, value: Any) -> None:
+    text = complaint(ValueError, lambda: Scales(**{operand: value}))
+    assert text == f"Scales({operand}={value!r}): expected one of 'fp32', 'power_of_two'"
 
 
 @pytest.mark.parametrize("scale", ["fp32", "power_of_two"])
@@ -107,3 +143,5 @@ def test_none_is_the_default_recipe_everywhere(name: str) -> None:
     assert values[0] == values[1]
     with pytest.raises(TypeError, match=r"recipe='fast' is a str: expected a blocktensor\.Recipe"):
         run(recipe="fast")
+    with pytest.raises(TypeError, match=r"is a Scales: .* e\.g\. Recipe\(scale=Scales\("):
+        run(recipe=Scales(weights="power_of_two"))

@@ -108,7 +108,8 @@ def plan_gated(
     down = plan_matmul(h, w_down, biases[2], recipe, offs)
     firsts = [gate] if up is None else [gate, up]
     needs_dw = any(plan.needs[1] for plan in firsts)
-    dh_formats = (gate.format if gate.needs[0] else None, gate.format if needs_dw else None)
+    of_dh = gate.grad_format
+    dh_formats = (of_dh if gate.needs[0] else None, of_dh if needs_dw else None)
     records = all(plan.records_backward for plan in (*firsts, down))
     is_cheap = ACTIVATIONS[activation].is_cheap
     makes_h = recompute or (offs is None and up is not None and is_cheap)

@@ -73,8 +73,8 @@ def grouped_linear(
     """Run :func:`blocktensor.functional.grouped_linear`, for plain and for FP8 operands.
 
     Args:
-        x: ``[T, K]`` bf16, fp16 or fp32, or a 1x128 BlockwiseFP8Tensor, rowwise alone if w needs
-            a gradient.
+        x: ``[T, K]`` bf16, fp16 or fp32, or a 1x128 BlockwiseFP8Tensor, with power-of-two scales
+            if w needs a gradient.
         w: ``[E, N, K]``: BlockwiseFP8Weight, BlockwiseFP8Tensor, either with adapters, or a plain
             tensor, which is cast.
         offs: int32 ``[E]``, the cumulative ends of the groups.
@@ -117,7 +117,7 @@ def _matmul(
             return known
     cast: tuple[Tensor, ...] = ()
     running = this_thread.running
-    if running is not None and not isinstance(x, BlockwiseFP8Tensor):
+    if running is not None and (plan.derives_x or not isinstance(x, BlockwiseFP8Tensor)):
         cast = running.forms_of(x, offs, plan, _caster(offs))
     if plan.casts_x:
         x = x.to(plan.out_dtype)
@@ -285,7 +285,8 @@ def _backward(
 ) -> tuple[Tensor, Tensor | None]:
     """Return ``dx = grad w``, and ``dw = gradᵀ x`` unless x is None, of columnwise forms."""
     matmul = matmul_of(offs, grad)
-    g_row, g_col = matmul.forms(grad, plan.format, None if x is None else plan.format)
+    format = plan.grad_format
+    g_row, g_col = matmul.forms(grad, format, None if x is None else format)
     dx = matmul.dgrad(g_row, w, plan)
     return dx, None if x is None else matmul.wgrad(g_col, x, plan)
 

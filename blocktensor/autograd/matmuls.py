@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from ..ops.cast.ops import quantize_forms, quantize_grouped
+from ..ops.cast.ops import columnwise_from_rowwise, quantize_forms, quantize_grouped
 from ..ops.cast.producer import Forms
 from ..ops.formats import BlockFormat, Quantized
 from ..ops.gemm.ops import gemm
@@ -32,7 +32,7 @@ from ..ops.grouped_gemm.ops import grouped_gemm, grouped_gemm_wgrad
 from ..ops.linear_layer.ops import linear_backward, linear_fprop
 from ..ops.scale_layouts import VECTOR_BYTES
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
-from .plan import Plan
+from .plan import Plan, derives_columnwise
 from .saved_weight import SavedWeight, WeightRead, read_weight
 
 Saved: TypeAlias = tuple[Tensor | None, Tensor | None]
@@ -95,13 +95,16 @@ class Dense:
             return quantize_forms(x, rowwise, columnwise)
         wanted = rowwise, columnwise
         for side, own, format in zip(("row", "column"), x.formats, wanted, strict=True):
+            if side == "column" and derives_columnwise(x):
+                continue
             if format is not None and own.block_shape != format.block_shape:
                 raise ValueError(
                     f"a {side}wise form in {own.name} blocks where an FP8 linear layer reads "
                     f"{format.name}: pass the tensor in high precision, or cast gradients with "
                     f"blocktensor.quantize(grad, Recipe.deepseek())"
                 )
-        return x.rowwise() if rowwise else None, x.columnwise() if columnwise else None
+        row = x.rowwise() if rowwise else None
+        return row, x.operand.need_columnwise(columnwise) if columnwise else None
 
     def traced_backward(
         self,
@@ -128,7 +131,7 @@ class Dense:
             w,
             w_col,
             self.offs,
-            plan.format,
+            plan.grad_format,
             plan.weight_format,
             plan.x_dtype,
             plan.w_dtype,
@@ -174,13 +177,16 @@ class Grouped(Dense):
     ) -> Forms:
         """Return the forms of an activation or gradient ``[T, ...]``."""
         if isinstance(x, BlockwiseFP8Tensor):
-            if columnwise:
+            row = x.rowwise()
+            if columnwise is None:
+                return row if rowwise else None, None
+            if not (row.format.power_of_two and columnwise.power_of_two):
                 raise NotImplementedError(
                     "a gradient of a grouped FP8 linear layer that is FP8 already: its columnwise "
                     "blocks, which the gradient of the weight needs, ignore the groups; pass it in "
                     "high precision (.dequantize())"
                 )
-            return x.rowwise() if rowwise else None, None
+            return row if rowwise else None, columnwise_from_rowwise(row, columnwise, self.offs)
         if rowwise is None and columnwise is None:
             return None, None
         return quantize_grouped(x, self.offs, rowwise, columnwise)

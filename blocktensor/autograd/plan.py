@@ -22,7 +22,7 @@ from ..ops.runtime.specialize import PLAIN, Decisions, must_dispatch
 from ..patches import COMPILE_CACHE_KEY
 from ..recipe import DEFAULT_RECIPE, Recipe
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
-from ..tensor.refusals import check_same_scaling
+from ..tensor.refusals import check_scaling
 from ..tensor.weight import BlockwiseFP8Weight
 from ..tensor.weight_cache import ONE_READ_BYTES, FP8Cache
 from .pipelining import LOSES_GRAPHS, watch_halves
@@ -41,7 +41,8 @@ class Plan:
     """The checks and choices of one kind of linear layer or grouped linear layer.
 
     Attributes:
-        format: of the output's gradient, and of x rowwise.
+        format: of x rowwise.
+        grad_format: of the output's gradient, rowwise and columnwise.
         x_columnwise: format of x columnwise, which wgrad reads; None if no gradient of w is wanted,
             or if wgrad runs in high precision.
         saves_x: save x itself, for a wgrad in high precision.
@@ -51,6 +52,7 @@ class Plan:
             reads that form.
         weight_format: of a plain weight.
         out_dtype: of the output, and of the input where ``casts_x``.
+        derives_x: True if x is FP8 and the columnwise form that wgrad reads is derived.
         casts_x: True if autocast changes the dtype of x.
         needs: whether gradients of x and of w may be wanted.
         tracing: True while a compiler traces.
@@ -84,6 +86,7 @@ class Plan:
         self.out_dtype = out_dtype = _checked_output_dtype(x, w, bias, recipe, offs)
         is_cast = isinstance(x, BlockwiseFP8Tensor)
         self.format, self.weight_format = recipe.activation_format, recipe.weight_format
+        self.grad_format = recipe.gradient_format
         # as autocast does for every linear layer; 16-bit casts are also faster
         self.casts_x = x.dtype != out_dtype and not is_cast
         has_graph = torch.is_grad_enabled()
@@ -97,10 +100,11 @@ class Plan:
             recipe.wgrad_input_format_kn if self.w_is_transposed else recipe.wgrad_input_format
         )
         self.x_columnwise = self.wgrad_input if needs_dw else None
+        self.derives_x = self.x_columnwise is not None and derives_columnwise(x, offs)
         self.saves_x = needs_dw and self.x_columnwise is None
         self.grad_formats = (
-            self.format if needs_dx else None,
-            self.format if needs_dw and not self.saves_x else None,
+            self.grad_format if needs_dx else None,
+            self.grad_format if needs_dw and not self.saves_x else None,
         )
         self.tracing = (
             is_compiling()  # functorch was refused earlier
@@ -181,24 +185,24 @@ def _key(
             type(cache),
             cache.format,
             w.transposed,
+            how.scale,
             how.wgrad_input,
             how.cache_weight,
             how.batch_invariant,
         )
     else:
-        weight_key = w.format, w.recipe.wgrad_input, w.recipe.batch_invariant
+        how = w.recipe
+        weight_key = w.format, how.scale, how.wgrad_input, how.batch_invariant
     return (  # every eager call builds it
         (rows, x.shape[-1:], x.ndim),
         (x.dtype, x.device, x.requires_grad),
-        (*x.formats, x.columnwise_data is None, x.source is None)
+        (*x.formats, x.rowwise_data is None, x.columnwise_data is None, x.source is None)
         if isinstance(x, BlockwiseFP8Tensor)
         else None,
         (w.shape, w.dtype, w.device, w.requires_grad),
         weight_key,
         None if bias is None else (bias.shape, bias.dtype, bias.device, bias.requires_grad),
-        None
-        if recipe is None
-        else (recipe.activation_format, recipe.wgrad_input, recipe.batch_invariant),
+        None if recipe is None else (recipe.scale, recipe.wgrad_input, recipe.batch_invariant),
         torch.is_grad_enabled(),
         autocast_dtype(x) if torch._C._is_any_autocast_enabled() else None,
         None if offs is None else (w.stride(), offs.shape, offs.dtype, offs.device),
@@ -295,13 +299,7 @@ def _checked_output_dtype(
     _refuse_export(w)
     _check_blocks(x, w, recipe)
     if isinstance(x, BlockwiseFP8Tensor) and torch.is_grad_enabled() and w.requires_grad:
-        if offs is not None:
-            raise ValueError(
-                "the input of a grouped FP8 linear layer is FP8 already, and its columnwise "
-                "blocks, which the gradient of the weight needs, ignore the groups: pass the "
-                "high-precision tensor; share_inputs(model) casts it once for several weights"
-            )
-        _check_wgrad_input(x, recipe)
+        _check_wgrad_input(x, recipe, offs)
     autocast = autocast_dtype(x)
     if autocast is not None:
         return autocast
@@ -340,7 +338,7 @@ def _check_blocks(x: Tensor, w: Tensor, recipe: Recipe) -> None:
         )
     formats = [t.format for t in (x, w) if isinstance(t, FP8_TYPES)]
     for format in formats:
-        check_same_scaling(recipe.activation_format, format)
+        check_scaling(recipe, format)
     if w.ndim == 3 and isinstance(w, BlockwiseFP8Tensor) and not w.format.transposes:
         raise ValueError(
             f"the weight of a grouped FP8 linear layer has blocks of {w.block_shape}: expected "
@@ -348,9 +346,43 @@ def _check_blocks(x: Tensor, w: Tensor, recipe: Recipe) -> None:
         )
 
 
-def _check_wgrad_input(x: BlockwiseFP8Tensor, recipe: Recipe) -> None:
-    """Check that ``x`` holds what wgrad reads."""
+def derives_columnwise(x: Tensor, offs: Tensor | None = None) -> bool:
+    """Return True if ``x`` is FP8, and its columnwise form is derived from its rowwise one.
+
+    Blocks that ``x`` holds columnwise ignore groups that end at ``offs``.
+    """
+    return (
+        isinstance(x, BlockwiseFP8Tensor)
+        and x.rowwise_data is not None
+        and x.rowwise_format.rows == 1
+        and x.rowwise_format.power_of_two
+        and (offs is not None or x.columnwise_data is None)
+    )
+
+
+def _check_wgrad_input(x: BlockwiseFP8Tensor, recipe: Recipe, offs: Tensor | None) -> None:
+    """Check that ``x`` holds what wgrad reads, or what it can be derived from."""
     wanted = recipe.wgrad_input_format
+    if wanted is not None and x.prepared is None and x.source is None:
+        if derives_columnwise(x, offs):
+            return
+        in_powers = "Recipe(scale=Scales(activations='power_of_two'))"
+        if offs is not None:
+            raise ValueError(
+                f"the input {list(x.shape)} of a grouped FP8 linear layer is FP8 already, and its "
+                f"columnwise blocks, which the gradient of the weight needs, ignore the groups; to "
+                f"cast them from its rowwise blocks would round twice, since their scales are no "
+                f"powers of two: pass the high-precision tensor (share_inputs(model) casts it once "
+                f"for several weights), or give tokens and weights {in_powers}"
+            )
+        if x.columnwise_data is None:
+            raise ValueError(
+                f"the input {list(x.shape)}, which is FP8 already, has no columnwise blocks, which "
+                f"the gradient of the weight needs; to cast them from its rowwise blocks would "
+                f"round twice, since their scales are no powers of two: cast it by "
+                f"blocktensor.quantize(x, recipe=weight.recipe), or give tokens and weights "
+                f"{in_powers}"
+            )
     if wanted is None or x.source is not None:
         fits = wanted is None and x.source is not None
     else:
@@ -361,8 +393,9 @@ def _check_wgrad_input(x: BlockwiseFP8Tensor, recipe: Recipe) -> None:
         raise ValueError(
             f"the input {list(x.shape)}, which is FP8 already, lacks the tensor from which it was "
             f"cast, which the gradient of the weight reads (wgrad_input='high_precision'): slices "
-            f"and concatenations lose it; cut or join the high-precision tensors, then call "
-            f"blocktensor.quantize(x, recipe=weight.recipe)"
+            f"and concatenations lose it, and tokens that arrive as bytes have none; cut or join "
+            f"the high-precision tensors, then call blocktensor.quantize(x, recipe=weight.recipe), "
+            f"or convert with wgrad_input='128x128'"
         )
     name = x.columnwise_format.name
     held = f"holds {name} blocks" if x.source is None else "is cast for 'high_precision'"

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..ops.runtime.launch import current_stream
 from ..ops.runtime.specialize import must_dispatch
+from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from .plan import Plan
 
 AnyPlan = TypeVar("AnyPlan", bound=Plan)
@@ -102,27 +103,31 @@ class Run:
         """Return data and scales of the forms of ``x``, cast now or for another linear.
 
         Args:
-            x: the input, in high precision.
+            x: the input, in high precision, or in FP8 if its columnwise form is derived.
             offs: the ends of the groups of a grouped linear layer.
             plan: of the linear layer.
-            cast: given the plan, and the input in the dtype that is cast.
+            cast: given the plan, and the input in the dtype that is cast, or in FP8.
 
         Returns:
             Nothing if the linear layer must cast the input itself.
         """
-        if not plan.is_cached or x.is_inference():
+        memory = x
+        if isinstance(x, BlockwiseFP8Tensor):
+            assert x.rowwise_data is not None
+            memory = x.rowwise_data
+        if not plan.is_cached or memory.is_inference():
             return ()  # changes of inference tensors are not counted
         if offs is not None and (must_dispatch(offs) or offs.is_inference()):
             return ()
-        stream = current_stream(x.get_device()) if x.is_cuda else None
-        whole = x if x._base is None else x._base  # views count changes together
+        stream = current_stream(memory.get_device()) if memory.is_cuda else None
+        whole = memory if memory._base is None else memory._base  # views count changes together
         key = (
             id(whole),
-            x._version,
-            x.data_ptr(),
-            x.shape[-1:],
-            x.numel(),
-            None if x.is_contiguous() else (x.shape, x.stride()),
+            memory._version,
+            memory.data_ptr(),
+            memory.shape[-1:],
+            memory.numel(),
+            None if memory.is_contiguous() else (memory.shape, memory.stride()),
             plan.casts_x and plan.out_dtype,
             plan.format,
             plan.wgrad_input,
@@ -132,10 +137,10 @@ class Run:
         latest = self._latest
         if latest is None or latest.key != key:
             latest = self._latest = _Latest(whole, _Latest.drop)
-            latest.key, latest.forms, latest.memory = key, (), x.detach()
+            latest.key, latest.forms, latest.memory = key, (), memory.detach()
         if len(latest.forms) >= (2 if plan.x_columnwise is None else 4):
             self.shared.saved += 1
         else:
             self.shared.casts += 1
-            latest.forms = cast(plan, x.detach().to(plan.out_dtype))
+            latest.forms = cast(plan, x if x is not memory else x.detach().to(plan.out_dtype))
         return latest.forms

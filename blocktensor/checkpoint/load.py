@@ -8,7 +8,7 @@ import os
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,6 +31,7 @@ from ..text_table import Report, Table, collapse
 from .adapters import without_adapters
 from .contents import Entry, entries_of
 from .match import Matched, Source, check_fits, match, some
+from .mxfp4 import Unpacked
 from .on_disk import CheckpointError, require_safetensors
 from .parts import Box, all_of
 from .read import Copy, check_cut, read_frozen, read_values, write_values
@@ -46,6 +47,8 @@ class LoadReport(Report):
         missing: in the model but not in the checkpoint; unchanged.
         unexpected: in the checkpoint but not in the model; not read.
         empty: buffers on meta that are in no checkpoint (``persistent=False``), to be computed.
+        rounded: weights stored in MXFP4 of which this rank has read 128x128 blocks that FP8 does
+            not hold exactly, and the number of these blocks.
     """
 
     fp8: tuple[str, ...]
@@ -53,6 +56,7 @@ class LoadReport(Report):
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
     empty: tuple[str, ...] = ()
+    rounded: Mapping[str, int] = field(default_factory=dict)
 
     def _parts(self) -> list[Table | str]:
         outcomes = (
@@ -61,6 +65,7 @@ class LoadReport(Report):
             (self.missing, "unchanged", "not in the checkpoint"),
             (self.unexpected, "not read", "not in the model"),
             (self.empty, "unchanged", "on meta, not persistent: compute it"),
+            *(((name,), "rounded", f"{n} blocks of MXFP4") for name, n in self.rounded.items()),
         )
         rows = collapse((name, *what) for names, *what in outcomes for name in names)
         summary = (
@@ -116,11 +121,13 @@ def load_fp8(
     Reads checkpoints of :func:`save_fp8`, DeepSeek-V3, transformers' "fp8", and of others with
     scales of 128x128 blocks. Scales are named ``weight_scale_inv``, ``weight_scale``, ``scale`` or
     ``qscale_weight``; those in another floating-point dtype, e8m0 included, become the same values
-    in fp32. A weight stored in FP8 becomes a frozen :class:`BlockwiseFP8Tensor` with the stored
-    bytes. A weight of an embedding, or of another parameter that is not read by matmuls alone, is
-    dequantized. Other tensors are loaded as by ``load_state_dict``, in the model's dtype. An extra
-    state of a module is loaded if it is a tensor. Only tensors of the model are read, one at a
-    time. The model does not change unless all of them can be loaded.
+    in fp32. Weights in MXFP4, as DeepSeek-V4 and gpt-oss store experts, are read as FP8 weights of
+    the same values; the report counts blocks as ``rounded`` that do not hold them exactly. A weight
+    stored in FP8 becomes a frozen :class:`BlockwiseFP8Tensor` with the stored bytes. A weight of an
+    embedding, or of another parameter that is not read by matmuls alone, is dequantized. Other
+    tensors are loaded as by ``load_state_dict``, in the model's dtype. An extra state of a module
+    is loaded if it is a tensor. Only tensors of the model are read, one at a time. The model does
+    not change unless all of them can be loaded.
 
     A transformers model gets what ``from_pretrained`` would load into it, under the names and by
     the conversions of transformers. A stack of experts may be stored whole or as matrices of each
@@ -216,7 +223,8 @@ def _load_folder(
     ranks = Ranks.of(tensors.values())
 
     def found() -> tuple[_Plan, LoadReport]:
-        entries = entries_of(folder)
+        checkpoint = Unpacked(entries_of(folder))
+        entries = checkpoint.entries
         matched = match(model, tensors, folder, entries)
         states = _extra_states(model, matched.unexpected)
         unexpected = tuple(name for name in matched.unexpected if name not in states)
@@ -230,11 +238,15 @@ def _load_folder(
             )
         stored = {name: (entries[name], module) for name, module in states.items()}
         plan = _planned(targets, matched, stored, recipe, lambda x: trainable and x.requires_grad)
+        plan.computed.update(checkpoint.computed)
         plain = (*(name for name in plan.sources if name not in plan.frozen), *states)
         empty = tuple(
             name for name, x in model.named_buffers() if x.is_meta and name not in tensors
         )
-        return plan, LoadReport(tuple(plan.frozen), plain, missing, unexpected, empty)
+        report = LoadReport(
+            tuple(plan.frozen), plain, missing, unexpected, empty, checkpoint.rounded
+        )
+        return plan, report
 
     plan, report = ranks.together(found)
     _load(model, targets, plan, ranks, device, progress)

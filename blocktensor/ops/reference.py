@@ -254,6 +254,31 @@ def quantize_grouped(
     )
 
 
+def columnwise_from_rowwise(
+    x: Quantized, columnwise: BlockFormat, offs: Tensor | None = None
+) -> Quantized:
+    """Return the columnwise cast of the values of ``x[T, K]``, a cast with power-of-two scales.
+
+    Those values are exact in fp32, and a power of two divides them exactly: elements are not
+    rounded again, except those below 2^-6 of their new scale, which e4m3 holds in steps of 2^-9.
+    A direct cast may differ there, and where the amax of a block, rounded, has a smaller scale.
+    A block with a value that is not finite in fp32 is NaN throughout.
+
+    Args:
+        x: blocks of one row, with power-of-two scales.
+        columnwise: the format of the result, with power-of-two scales.
+        offs: int32 ``[E]``, the ends of groups of rows; the result is as of
+            :func:`quantize_grouped` then, else as of :func:`quantize_columnwise`.
+    """
+    values = x.data.float() * x.scale.repeat_interleave(x.format.cols, -1)[:, : x.data.shape[1]]
+    values = torch.where(values.isfinite(), values, float("nan"))
+    if offs is None:
+        return quantize_columnwise(values, columnwise)
+    _, made = quantize_grouped(values, offs, None, columnwise)
+    assert made is not None
+    return made
+
+
 def grouped_gemm(
     a: Quantized,
     b: Quantized,

@@ -237,7 +237,7 @@ def _matmuls(
     ``dtypes``: the dtypes of activations and of the weight. ``is_kn``: experts are ``[E, K, N]``.
     """
     (m, n, k), (dtype, weight_dtype) = shape, dtypes
-    rows, squares = recipe.activation_format, recipe.weight_format
+    squares, of_grad = recipe.weight_format, recipe.gradient_format
     x_format = recipe.wgrad_input_format_kn if is_kn else recipe.wgrad_input_format
     of_x = "" if x_format is None or x_format.transposes else f"x in {x_format.name} blocks; "
     matmuls = []
@@ -246,12 +246,12 @@ def _matmuls(
         if kind != "wgrad":
             added = bias if kind == "fprop" else None
             invariant = kind == "fprop" and recipe.batch_invariant
-            formats = rows, squares
+            formats = recipe.activation_format if kind == "fprop" else of_grad, squares
             backend, reason, us = _chosen(
                 kind, sizes, formats, dtype, where, added, experts, invariant
             )
         elif x_format is not None:
-            formats = rows, x_format
+            formats = of_grad, x_format
             backend, reason, us = _chosen(kind, sizes, formats, weight_dtype, where, None, experts)
             reason = of_x + reason
         else:

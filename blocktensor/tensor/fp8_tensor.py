@@ -203,14 +203,16 @@ class BlockwiseFP8Tensor(FP8Base):
             rowwise_scale: fp32 ``[M, K/128]`` or ``[..., N/128, K/128]`` (rounded up).
             block_shape: ``(1, 128)`` or ``(128, 128)``.
             dtype: the high-precision dtype that autograd sees.
-            recipe: numeric choices, of which ``scale`` must be the scales'; default ``Recipe()``.
+            recipe: numeric choices; default ``Recipe()``. Its ``scale`` must say how these scales
+                are rounded, with blocks of one row for activations, else for weights. That is not
+                checked, since the host would wait for the GPU.
 
         Raises:
             TypeError, ValueError: wrong dtypes, ranks, devices, or a scale of another shape.
         """
         check_recipe(recipe)
         recipe = recipe or DEFAULT_RECIPE
-        form = Quantized(rowwise_data, rowwise_scale, with_block_shape(block_shape, recipe.scale))
+        form = Quantized(rowwise_data, rowwise_scale, _format(block_shape, recipe))
         checks.quantized(form)
         checks.gemm_output(dtype)
         row = laid_out(rowwise_data.contiguous(), rowwise_scale, form.format)
@@ -242,9 +244,7 @@ class BlockwiseFP8Tensor(FP8Base):
         """
         check_recipe(recipe)
         recipe = recipe or DEFAULT_RECIPE
-        format = (
-            blocks if isinstance(blocks, BlockFormat) else with_block_shape(blocks, recipe.scale)
-        )
+        format = _format(blocks, recipe)
         if format.transposes:
             operand = Operand(cast.quantize_rowwise(x, format), None)
         elif rowwise or columnwise:
@@ -413,9 +413,17 @@ class BlockwiseFP8Tensor(FP8Base):
         grad = ", requires_grad=True" if self.requires_grad else ""
         return (
             f"BlockwiseFP8Tensor(shape={list(self.shape)}, dtype={self.dtype}, "
-            f"block_shape={self.block_shape}, scale={self.recipe.scale!r}, forms={forms}, "
+            f"block_shape={self.block_shape}, scale={self.format.scale_rounding!r}, forms={forms}, "
             f"device={str(self.device)!r}{grad})"
         )
+
+
+def _format(blocks: BlockFormat | Sequence[int], recipe: Recipe) -> BlockFormat:
+    """Return the format of these blocks: of weights, or of activations if they have one row."""
+    if isinstance(blocks, BlockFormat):
+        return blocks
+    operand: Any = "activations" if tuple(blocks[:1]) == (1,) else "weights"
+    return with_block_shape(blocks, recipe.scale_of(operand))
 
 
 def _first_columns(value: Tensor, count: int) -> Tensor:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ..ops.cast.ops import transpose
+from ..ops.cast.ops import columnwise_from_rowwise, transpose
 from ..ops.formats import BlockFormat, Quantized
 
 
@@ -15,8 +15,9 @@ class Operand(NamedTuple):
     """Up to two forms of one matrix (or stack).
 
     Square blocks transpose exactly, so either form of a weight is derived from the other on demand.
-    Blocks of one row do not: their two forms are two casts of the high-precision tensor, made
-    together or not at all. The same holds for an activation with square blocks only columnwise.
+    Blocks of one row do not. With power-of-two scales the columnwise form is derived from the
+    rowwise one (``reference.columnwise_from_rowwise``); with others the two forms are two casts of
+    the high-precision tensor, made together or not at all.
     """
 
     rowwise: Quantized | None
@@ -38,7 +39,18 @@ class Operand(NamedTuple):
         return self.rowwise or _derive(self.columnwise, "rowwise", format)
 
     def need_columnwise(self, format: BlockFormat | None = None) -> Quantized:
-        """Return the columnwise form, in the way of :meth:`need_rowwise`."""
+        """Return the columnwise form, derived if it is not held.
+
+        Args:
+            format: the format of the columnwise form, if it may differ from the rowwise one.
+
+        Raises:
+            ValueError: it is not held and would need a second rounding.
+        """
+        if self.columnwise is None and (row := self.rowwise) is not None:
+            wanted = format or row.format
+            if row.format.rows == 1 and row.format.power_of_two and wanted.power_of_two:
+                return columnwise_from_rowwise(row, wanted)
         return self.columnwise or _derive(self.rowwise, "columnwise", format)
 
     def nbytes(self) -> int:

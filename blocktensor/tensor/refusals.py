@@ -9,6 +9,7 @@ from torch._compile import _disable_dynamo
 from torch.utils._pytree import tree_leaves
 
 from ..ops.formats import BlockFormat
+from ..recipe import Recipe
 from .torch_internals.callers import modules_that_run
 
 
@@ -62,17 +63,21 @@ def refuse_to_pick(func: Any, stack: Tensor, to_plain: str) -> NoReturn:
     )
 
 
-def check_same_scaling(a: BlockFormat, b: BlockFormat) -> None:
-    """Refuse operands whose scales are rounded differently.
+def check_scaling(recipe: Recipe, format: BlockFormat) -> None:
+    """Refuse an FP8 operand that this recipe would cast with scales rounded differently.
+
+    Matmuls would multiply it, but no longer compute what the recipe says.
 
     Raises:
-        ValueError: they are.
+        ValueError: it would.
     """
-    if a.scale_rounding != b.scale_rounding:
+    operand: Any = "weights" if format.transposes else "activations"
+    if format.scale_rounding != (wanted := recipe.scale_of(operand)):
         raise ValueError(
-            f"mixed recipes: one operand was cast with Recipe(scale={a.scale_rounding!r}), the "
-            f"other with Recipe(scale={b.scale_rounding!r}); cast both with one recipe, e.g. "
-            f"blocktensor.quantize(x, recipe=weight.recipe)"
+            f"mixed recipes: {operand} are cast with scale={wanted!r} here, and one was cast with "
+            f"scale={format.scale_rounding!r}; cast both operands with one recipe, e.g. "
+            f"blocktensor.quantize(x, recipe=weight.recipe), or give both "
+            f"Recipe(scale=Scales({operand}={format.scale_rounding!r}))"
         )
 
 

@@ -264,7 +264,7 @@ class BlockwiseFP8Weight(MasterBase):
         grad = ", requires_grad=True" if self.requires_grad else ""
         return (
             f"BlockwiseFP8Weight(shape={list(self.shape)}, dtype={self.dtype}, "
-            f"scale={self.recipe.scale!r}, device={str(self.device)!r}{grad})"
+            f"scale={self.format.scale_rounding!r}, device={str(self.device)!r}{grad})"
         )
 
     @classmethod

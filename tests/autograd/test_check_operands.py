@@ -97,12 +97,12 @@ def test_mixed_recipes() -> None:
     assert_expected_inline(
         f"{text}\n{refused(calls[-1])}",
         """\
-ValueError: mixed recipes: one operand was cast with Recipe(scale='power_of_two'), the other
-  with Recipe(scale='fp32'); cast both with one recipe, e.g. blocktensor.quantize(x,
-  recipe=weight.recipe)
-ValueError: mixed recipes: one operand was cast with Recipe(scale='fp32'), the other with
-  Recipe(scale='power_of_two'); cast both with one recipe, e.g. blocktensor.quantize(x,
-  recipe=weight.recipe)""",
+ValueError: mixed recipes: activations are cast with scale='power_of_two' here, and one was cast
+  with scale='fp32'; cast both operands with one recipe, e.g. blocktensor.quantize(x,
+  recipe=weight.recipe), or give both Recipe(scale=Scales(activations='fp32'))
+ValueError: mixed recipes: weights are cast with scale='fp32' here, and one was cast with
+  scale='power_of_two'; cast both operands with one recipe, e.g. blocktensor.quantize(x,
+  recipe=weight.recipe), or give both Recipe(scale=Scales(weights='power_of_two'))""",
     )
     unseen = BlockwiseFP8Tensor.from_values(W, SQUARE, Recipe.deepseek())
     assert torch.equal(functional.linear(shared, unseen), functional.linear(X, W))
@@ -124,9 +124,10 @@ ValueError: the input of an FP8 linear layer has blocks of (128, 128): expected 
   blocktensor.quantize(x) makes them
 ValueError: block_shape (64, 64): expected (1, 128) (activations, gradients) or (128, 128)
   (weights)
-ValueError: mixed recipes: the gradient of the weight has wgrad_input='128x128', and the input,
-  which is FP8 already, holds 1x128 blocks; cast it with one recipe, e.g.
-  blocktensor.quantize(x, recipe=weight.recipe)""",
+ValueError: the input [5, 384], which is FP8 already, has no columnwise blocks, which the
+  gradient of the weight needs; to cast them from its rowwise blocks would round twice, since
+  their scales are no powers of two: cast it by blocktensor.quantize(x, recipe=weight.recipe),
+  or give tokens and weights Recipe(scale=Scales(activations='power_of_two'))""",
     )
     rows = BlockwiseFP8Tensor.from_values(W)
     assert torch.isfinite(functional.linear(X, rows)).all()  # 1x128 weights are allowed

@@ -40,11 +40,11 @@ from tests.support.linear_ways import (
     storage_is_gone,
     way_of_linears,
 )
-from tests.support.models import FP32_SCALES, POWER_OF_TWO, Trace, plain, randn
+from tests.support.models import FP32_SCALES, POWER_OF_TWO, X_IN_POWERS, Trace, plain, randn
 
 __all__ = ["afresh", "way_of_linears"]
 
-RECIPES = (FP32_SCALES, POWER_OF_TWO, ROWS, HIGH, Recipe(cache_weight=False))
+RECIPES = (FP32_SCALES, POWER_OF_TWO, X_IN_POWERS, ROWS, HIGH, Recipe(cache_weight=False))
 
 
 @whether_recomputed

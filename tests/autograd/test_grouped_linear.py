@@ -251,9 +251,9 @@ ValueError: the bias has shape [144]: expected [5, 144], one entry for each outp
 TypeError: the input is torch.float32 and the weight torch.bfloat16: convert one of them, or run
   under torch.autocast
 ValueError: the weight of a grouped FP8 linear layer has blocks of (1, 128): expected (128, 128)
-ValueError: mixed recipes: one operand was cast with Recipe(scale='power_of_two'), the other
-  with Recipe(scale='fp32'); cast both with one recipe, e.g. blocktensor.quantize(x,
-  recipe=weight.recipe)
+ValueError: mixed recipes: activations are cast with scale='power_of_two' here, and one was cast
+  with scale='fp32'; cast both operands with one recipe, e.g. blocktensor.quantize(x,
+  recipe=weight.recipe), or give both Recipe(scale=Scales(activations='fp32'))
 NotImplementedError: an FP8 linear layer of a nested tensor: call it on .values() of a jagged
   tensor, or on a padded one""",
     )

@@ -100,9 +100,11 @@ def test_an_fp8_input_and_an_fp8_gradient() -> None:
             lambda: y.backward(fp8_grad, retain_graph=True),
         ),
         """\
-ValueError: the input of a grouped FP8 linear layer is FP8 already, and its columnwise blocks,
-  which the gradient of the weight needs, ignore the groups: pass the high-precision tensor;
-  share_inputs(model) casts it once for several weights
+ValueError: the input [384, 192] of a grouped FP8 linear layer is FP8 already, and its
+  columnwise blocks, which the gradient of the weight needs, ignore the groups; to cast them
+  from its rowwise blocks would round twice, since their scales are no powers of two: pass the
+  high-precision tensor (share_inputs(model) casts it once for several weights), or give tokens
+  and weights Recipe(scale=Scales(activations='power_of_two'))
 NotImplementedError: a gradient of a grouped FP8 linear layer that is FP8 already: its
   columnwise blocks, which the gradient of the weight needs, ignore the groups; pass it in high
   precision (.dequantize())""",

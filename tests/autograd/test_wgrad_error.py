@@ -6,11 +6,9 @@ The error is that of casts: the product of the dequantized operands in float64 h
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
 
 from blocktensor import Recipe, functional
 from blocktensor.autograd.matmuls import grouped_wgrad_in_high_precision as grouped_wgrad
@@ -18,48 +16,11 @@ from blocktensor.autograd.matmuls import wgrad_in_high_precision as wgrad
 from tests.support.groups import GROUPS, ends, ranges
 from tests.support.models import Trace, randn
 from tests.support.numeric import relative_error
+from tests.support.outliers import KINDS, TOKENS, K, N, normal
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-TOKENS, N, K = 1024, 256, 512
 
-
-def normal(rng: torch.Generator, *shape: int) -> Tensor:
-    return torch.randn(shape, generator=rng)
-
-
-def lognormal(rng: torch.Generator, *shape: int) -> Tensor:
-    return (1.5 * normal(rng, *shape)).exp()
-
-
-def some(rng: torch.Generator, count: int, of: int, factor: float) -> Tensor:
-    """Ones, but ``factor`` in ``count`` places."""
-    made = torch.ones(of)
-    made[torch.randperm(of, generator=rng)[:count]] = factor
-    return made
-
-
-def swiglu(rng: torch.Generator) -> Tensor:
-    """With spreads of tokens and of channels."""
-    gate, up = normal(rng, TOKENS, K), normal(rng, TOKENS, K)
-    spread = lognormal(rng, TOKENS, 1) ** 0.5 * lognormal(rng, 1, K) ** 0.5
-    return torch.nn.functional.silu(gate * spread) * up * spread
-
-
-def heavy_tails(rng: torch.Generator) -> Tensor:
-    """Student's t with three degrees of freedom."""
-    chi = sum(normal(rng, TOKENS, K).square() for _ in range(3))
-    return normal(rng, TOKENS, K) / (chi / 3).sqrt()
-
-
-# bf16; gradients are normal
-INPUTS: dict[str, Callable[[torch.Generator], Tensor]] = {
-    "normal": lambda rng: normal(rng, TOKENS, K),
-    "tokens lognormal": lambda rng: normal(rng, TOKENS, K) * lognormal(rng, TOKENS, 1),
-    "channels x100": lambda rng: normal(rng, TOKENS, K) * some(rng, 8, K, 100),
-    "tokens x1000": lambda rng: normal(rng, TOKENS, K) * some(rng, 8, TOKENS, 1000)[:, None],
-    "swiglu": swiglu,
-    "heavy tails": heavy_tails,
-}
+# inputs are bf16 and of each kind; gradients are normal
 TABLE = {
     "normal": (28.7, 28.6, 55.6),
     "tokens lognormal": (30.6, 28.7, 55.6),
@@ -78,7 +39,8 @@ of either kind gain on outliers, 1x128 ones more, and no input is worse than a n
 def sqnr(kind: str, recipe: Recipe, device: torch.device) -> float:
     """Signal to quantization noise of dw, in dB."""
     rng = torch.Generator().manual_seed(0)
-    x, grad = INPUTS[kind](rng).bfloat16().to(device), normal(rng, TOKENS, N).bfloat16().to(device)
+    x, grad = KINDS[kind](rng, TOKENS, K), normal(rng, TOKENS, N)
+    x, grad = x.bfloat16().to(device), grad.bfloat16().to(device)
     w = torch.zeros(N, K, dtype=torch.bfloat16, device=device, requires_grad=True)
     functional.linear(x, w, recipe=recipe).backward(grad)
     assert w.grad is not None
@@ -86,7 +48,7 @@ def sqnr(kind: str, recipe: Recipe, device: torch.device) -> float:
     return -20 * math.log10(relative_error(w.grad, exact))
 
 
-@pytest.mark.parametrize("kind", INPUTS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_table(kind: str, device: torch.device) -> None:
     choices = [Recipe(wgrad_input=choice) for choice in ("1x128", "128x128", "high_precision")]
     for choice, wanted in zip(choices, TABLE[kind], strict=True):

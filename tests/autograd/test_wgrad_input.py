@@ -214,14 +214,15 @@ def test_an_input_that_was_changed_after_its_cast_is_refused() -> None:
 def test_a_gradient_in_fp8(recipe: Recipe, shape: tuple[int, ...], device: torch.device) -> None:
     module, x = linear(130, 70, recipe=recipe, device=device), randn(*shape, 70, device=device)
     grad = randn(*shape, 130, seed=3, device=device)
-    given = quantize(grad, Recipe(scale=recipe.scale, wgrad_input="1x128"))
+    of_grad = Recipe(scale=recipe.scale_of("gradients"), wgrad_input="1x128")
+    given = quantize(grad, of_grad)
     got, want = grads_of(module, x, given), grads_of(module, x, grad)
     if recipe is HIGH:
         rows = given.dequantize().flatten(0, -2), x.flatten(0, -2)
         want[2] = wgrad(*rows, recipe, torch.bfloat16)
     assert_all_equal(got, want)
     module.weight.grad, values = None, grad.flatten(0, -2)
-    rows = type(given).from_values(values, recipe=Recipe(recipe.scale), rowwise=False)
+    rows = type(given).from_values(values, recipe=of_grad, rowwise=False)
     module(x.flatten(0, -2)).backward(rows)  # where dgrad does not read it
     assert recipe is HIGH or torch.equal(module.weight.grad, want[2])
 

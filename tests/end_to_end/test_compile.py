@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from blocktensor import Recipe, convert, freeze, functional, quantize
+from blocktensor import Recipe, Scales, convert, freeze, functional, quantize
 from tests.support.compiling import (
     afresh,
     assert_as_eager,
@@ -33,7 +33,8 @@ ROWS = Recipe(wgrad_input="1x128")
 HIGH = Recipe(wgrad_input="high_precision")
 POWER_OF_TWO = Recipe(scale="power_of_two")
 POWER_OF_TWO_ROWS = Recipe(scale="power_of_two", wgrad_input="1x128")
-WGRAD_INPUTS = [Recipe(), ROWS, HIGH]
+X_IN_POWERS = Recipe(scale=Scales(activations="power_of_two"))
+WGRAD_INPUTS = [Recipe(), ROWS, HIGH, X_IN_POWERS]
 
 
 def mlp(recipe: Recipe | None = None, dtype: torch.dtype = torch.bfloat16) -> nn.Sequential:

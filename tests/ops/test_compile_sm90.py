@@ -141,6 +141,18 @@ def finished_casts() -> Iterator[Case]:
         yield Case(partial(TRITON.dequantize, cast_like(*shape, rows=rows), dtype))
 
 
+def derived_columns() -> Iterator[Case]:
+    """Columnwise forms of rowwise bytes."""
+    for shape, format, experts in product(
+        [(4096, 7168), (300, 576), (129, 130)],
+        [BLOCKS_1X128_POW2, BLOCKS_128X128_POW2],
+        [0, 8, 1000],
+    ):
+        x = empty_quantized(shape, BLOCKS_1X128_POW2, META)
+        offs = like(experts, dtype=torch.int32) if experts else None
+        yield Case(partial(TRITON.columnwise_from_rowwise, x, format, offs))
+
+
 def casts_by_groups() -> Iterator[Case]:
     for (dtype, k, experts, rowwise), square in product(
         [
@@ -359,6 +371,7 @@ TABLE = (
     casts_in_gluon,
     casts_of_stacks,
     finished_casts,
+    derived_columns,
     casts_by_groups,
     passes,
     producers,

@@ -46,7 +46,11 @@ def cast_samples(shape: tuple[int, int], rng: Generator) -> Samples:
         reference.quantize_rowwise(x, f) for x, f in ((x, BLOCKS_1X128), (stack, BLOCKS_128X128))
     )
     amax = reference.shard_amax(x, BLOCKS_128X128, *place)
+    powers = reference.quantize_rowwise(x, BLOCKS_1X128_POW2)
     return {
+        "columnwise_from_rowwise": (powers, BLOCKS_1X128_POW2, None),
+        "columnwise_from_rowwise in squares": (powers, BLOCKS_128X128_POW2, None),
+        "columnwise_from_rowwise by groups": (powers, BLOCKS_128X128_POW2, grouped(len(x))),
         "quantize_rowwise": (x.t(), BLOCKS_1X128),
         "quantize_rowwise of a stack": (stack, BLOCKS_128X128_POW2),
         "quantize_columnwise": (x, BLOCKS_1X128_POW2),

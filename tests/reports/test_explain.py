@@ -94,7 +94,8 @@ def test_the_problems_are_those_of_the_matmuls(
 
     monkeypatch.setattr(sys.modules["blocktensor.reports.explain"], "choose_gemm", choose)
     cpu, act, weight = torch.device("cpu"), torch.bfloat16, torch.float32
-    rows, squares = recipe.activation_format, recipe.weight_format
+    rows, squares, of_grad = recipe.activation_format, recipe.weight_format, recipe.gradient_format
+    squares_of_x = recipe.wgrad_input_format
     model = nn.Sequential(
         linear(70, 130, recipe=recipe, dtype=weight, bias=True),
         linear(130, 70, recipe=recipe, dtype=weight, frozen=True),
@@ -103,13 +104,13 @@ def test_the_problems_are_those_of_the_matmuls(
     explain([(10, 70, 130)], dtype=torch.float16, device="cpu", recipe=recipe)
     assert asked == [
         GemmProblem(10, 70, 130, rows, squares, act, cpu, bias=act),
+        GemmProblem(10, 130, 70, of_grad, squares, act, cpu),
+        GemmProblem(70, 130, 64, of_grad, squares_of_x, weight, cpu),  # tokens in a step of 64
         GemmProblem(10, 130, 70, rows, squares, act, cpu),
-        GemmProblem(70, 130, 64, rows, squares, weight, cpu),  # tokens in a step of 64
-        GemmProblem(10, 130, 70, rows, squares, act, cpu),
-        GemmProblem(10, 70, 130, rows, squares, act, cpu),
+        GemmProblem(10, 70, 130, of_grad, squares, act, cpu),
         GemmProblem(10, 70, 130, rows, squares, torch.float16, cpu),
-        GemmProblem(10, 130, 70, rows, squares, torch.float16, cpu),
-        GemmProblem(70, 130, 64, rows, squares, torch.float16, cpu),
+        GemmProblem(10, 130, 70, of_grad, squares, torch.float16, cpu),
+        GemmProblem(70, 130, 64, of_grad, squares_of_x, torch.float16, cpu),
     ]
 
 

@@ -83,7 +83,7 @@ def test_the_figures_are_those_of_sums_by_hand(recipe: Recipe, tokens: int) -> N
     found = measured(health)
     assert list(found) == ["0"]
     assert_close(found["0"]["x"], by_hand(x.detach()[rows], recipe.activation_format))
-    assert_close(found["0"]["g"], by_hand(g[rows], recipe.activation_format))
+    assert_close(found["0"]["g"], by_hand(g[rows], recipe.gradient_format))
     assert_close(
         found["0"]["w"], by_hand(model[0].weight.master.detach()[:256], recipe.weight_format)
     )

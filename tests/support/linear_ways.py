@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from blocktensor import Recipe
+from blocktensor import Recipe, Scales
 from blocktensor.autograd import plan
 from blocktensor.autograd.repeat import REPEATED, Repeated
 from blocktensor.ops import reference
@@ -98,7 +98,8 @@ def storage_is_gone(x: Tensor) -> Callable[[], bool]:
 
 
 ROWS, HIGH = Recipe(wgrad_input="1x128"), Recipe(wgrad_input="high_precision")
-RECIPES = (ROWS, Recipe(scale="power_of_two", wgrad_input="1x128"), HIGH)
+X_IN_POWERS = Recipe(scale=Scales(activations="power_of_two"), wgrad_input="1x128")
+RECIPES = (ROWS, Recipe(scale="power_of_two", wgrad_input="1x128"), X_IN_POWERS, HIGH)
 every_recipe = pytest.mark.parametrize(
     "recipe", RECIPES, ids=lambda recipe: f"{recipe.wgrad_input} {recipe.scale}"
 )
@@ -109,7 +110,7 @@ def wgrad(grad: Tensor, x: Tensor, recipe: Recipe, dtype: torch.dtype) -> Tensor
     format = recipe.wgrad_input_format
     if format is None:
         return (grad.t() @ x).to(dtype)
-    g_col = reference.quantize_columnwise(grad, recipe.activation_format)
+    g_col = reference.quantize_columnwise(grad, recipe.gradient_format)
     return reference.gemm(g_col, reference.quantize_columnwise(x, format), None, dtype)
 
 

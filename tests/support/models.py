@@ -17,6 +17,7 @@ from blocktensor import (
     BlockwiseFP8Tensor,
     BlockwiseFP8Weight,
     Recipe,
+    Scales,
     functional,
     to_blockwise_fp8_weights,
 )
@@ -28,7 +29,8 @@ SQUARE = (128, 128)
 INNER = ("rowwise_data", "rowwise_scale", "columnwise_data", "columnwise_scale")
 FP32_SCALES = Recipe()
 POWER_OF_TWO = Recipe(scale="power_of_two")
-RECIPES = (FP32_SCALES, POWER_OF_TWO)
+X_IN_POWERS = Recipe(scale=Scales(activations="power_of_two"))
+RECIPES = (FP32_SCALES, POWER_OF_TWO, X_IN_POWERS)
 FP8_TYPES = (BlockwiseFP8Tensor, BlockwiseFP8Weight)
 
 
@@ -228,12 +230,12 @@ def composed(
     x: Tensor, w: Tensor, grad: Tensor, recipe: Recipe = FP32_SCALES, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y, dx and dw of a linear, written out with the reference ops alone; matrices only."""
-    rows, squares = recipe.activation_format, recipe.weight_format
-    x_col = reference.quantize_columnwise(x, recipe.wgrad_input_format or rows)
+    of_x, of_grad, squares = recipe.activation_format, recipe.gradient_format, recipe.weight_format
+    x_col = reference.quantize_columnwise(x, recipe.wgrad_input_format or of_x)
     cast = reference.quantize_rowwise
-    y = reference.gemm(cast(x, rows), cast(w, squares), bias, x.dtype)
-    dx = reference.gemm(cast(grad, rows), cast(w.t().contiguous(), squares), None, x.dtype)
-    dw = reference.gemm(cast(grad.t(), rows), x_col, None, w.dtype)
+    y = reference.gemm(cast(x, of_x), cast(w, squares), bias, x.dtype)
+    dx = reference.gemm(cast(grad, of_grad), cast(w.t().contiguous(), squares), None, x.dtype)
+    dw = reference.gemm(cast(grad.t(), of_grad), x_col, None, w.dtype)
     return y, dx, dw
 
 

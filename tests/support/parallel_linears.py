@@ -110,7 +110,9 @@ def partial(module: Any, x: Tensor, mesh: DeviceMesh, wire: torch.dtype, dgrad: 
     """Return this rank's share of the output for ``x``; with ``dgrad``, of the data gradient."""
     weight = module.weight
     w = quantize_rowwise(weight.master.detach(), weight.format)
-    row, _ = quantize_both(masked(x, mesh), weight.recipe.activation_format)
+    recipe = weight.recipe
+    format = recipe.gradient_format if dgrad else recipe.activation_format
+    row, _ = quantize_both(masked(x, mesh), format)
     return gemm(row, transpose(w) if dgrad else w, None, wire)
 
 
@@ -149,7 +151,7 @@ def wgrad_of_part(module: Any, x: Tensor, grad: Tensor, mesh: DeviceMesh) -> Ten
     if format is None:
         return rows.t() @ my_part(mesh, x, -1).flatten(0, -2)
     _, x_col = quantize_forms(masked(x, mesh), None, format)
-    _, g_col = quantize_forms(rows, None, recipe.activation_format)
+    _, g_col = quantize_forms(rows, None, recipe.gradient_format)
     assert g_col is not None and x_col is not None
     return my_part(mesh, gemm(g_col, x_col, None, module.weight.dtype), 1)
 

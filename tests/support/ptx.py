@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from blocktensor.ops.producers.activations import ACTIVATIONS
-from tests.support.numeric import DTYPES
+from tests.support.numeric import DTYPES, e4m3_bytes
 
 F32, U32 = np.float32, np.uint32
 NAMES = dict(zip(DTYPES, ("bf16", "fp16", "fp32"), strict=True))
@@ -61,14 +61,42 @@ FLOATS: dict[str, Callable[..., Any]] = {
     "max.NaN.f32": np.maximum,
     "min.NaN.f32": np.minimum,
 }
-PAIRS: dict[str, Callable[..., Any]] = {"fma.rn": FLOATS["fma.rn.f32"], "max.NaN": np.maximum}
+PAIRS: dict[str, Callable[..., Any]] = {
+    "fma.rn": FLOATS["fma.rn.f32"],
+    "mul.rn": FLOATS["mul.rn.f32"],
+    "max.NaN": np.maximum,
+}
 """Of both halves of a word."""
 WORDS: dict[str, Callable[..., Any]] = {
     "mov.b32": lambda a: a,
     "shl.b32": lambda a, b: a << b,
     "and.b32": lambda a, b: a & b,
     "or.b32": lambda a, b: a | b,
+    "max.u16x2": lambda a, b: (
+        np.maximum(a & 0xFFFF, b & 0xFFFF) | np.maximum(a >> 16, b >> 16) << 16
+    ),
+    "prmt.b32": lambda a, b, selector: permuted(a, b, int(selector.flat[0])),
+    "cvt.rn.f16x2.e4m3x2": lambda a: of_e4m3(a),
+    "cvt.rn.satfinite.e4m3x2.f16x2": lambda a: to_e4m3(*halves(a, torch.float16)),
+    "cvt.rn.satfinite.e4m3x2.f32": lambda high, low: to_e4m3(wide(low), wide(high)),
 }
+
+
+def permuted(a: Any, b: Any, selector: int) -> Any:
+    """Four of the eight bytes of two words; hexadecimal digits of the selector choose them."""
+    both = np.stack([a, b], 1).astype(U32).view(np.uint8)
+    return np.stack([both[:, selector >> 4 * i & 7] for i in range(4)], 1).view(U32)[:, 0]
+
+
+def of_e4m3(a: Any) -> Any:
+    """Two numbers of 8 bits, as two numbers of 16 bits."""
+    given = torch.from_numpy(a.astype(np.uint16).view(np.uint8)).view(torch.float8_e4m3fn)
+    return given.half().view(torch.int32).numpy().view(U32)
+
+
+def to_e4m3(low: Any, high: Any) -> Any:
+    """Two numbers, rounded to 8 bits."""
+    return e4m3_bytes(low).astype(U32) | e4m3_bytes(high).astype(U32) << 8
 
 
 def toward_minus_infinity(x: Any) -> Any:
@@ -120,8 +148,12 @@ def run(ptx: str, words: list[Any], dtype: torch.dtype) -> Any:
             continue
         op, rest = line.split(None, 1)
         out, *names = [name.strip() for name in re.sub(r"[{}]", "", rest).split(",")]
-        if op == "mov.b32" and len(names) == 2:  # a word into two halves
-            low_high = halves(registers[names.pop()], dtype)
+        if op == "mov.b32" and rest.strip().endswith("}"):  # two halves, bits, into a word
+            registers[out] = registers[names[0]] | registers[names[1]] << 16
+        elif op == "mov.b32" and len(names) == 2:  # a word into two halves
+            given = registers[names.pop()]
+            is_read_as_bits = "e4m3x2" in ptx
+            low_high = [given & 0xFFFF, given >> 16] if is_read_as_bits else halves(given, dtype)
             registers |= dict(zip((out, names[0]), low_high, strict=True))
         else:
             registers[out] = result(op, [operand(name) for name in names], dtype)

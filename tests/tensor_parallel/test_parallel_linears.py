@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
-from blocktensor import Recipe, freeze
+from blocktensor import Recipe, Scales, freeze
 from blocktensor.distributed import ColwiseParallel, RowwiseParallel
 from blocktensor.sharding.dtensor import local_of
 from tests.support.numeric import relative_error
@@ -51,6 +51,7 @@ DTYPES = (torch.float32, BF16)
 
 RECIPES = (
     Recipe(scale="power_of_two", cache_weight=False),
+    Recipe(scale=Scales(activations="power_of_two")),
     Recipe.deepseek(),
     Recipe(wgrad_input="high_precision"),
 )

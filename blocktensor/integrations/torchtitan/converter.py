@@ -25,7 +25,7 @@ from ...fusion.fused_class import fused_modules
 from ...fusion.mlp import MLP
 from ...ops.formats import ScaleRounding
 from ...patches import SET_TIMEOUT, TORCHTITAN_CONFIG
-from ...recipe import CachePolicy, Recipe, WgradInput
+from ...recipe import CachePolicy, Recipe, Scales, WgradInput
 from .parallel import cut_linears
 
 AUTO_FILTER = "auto_filter_small_kn"
@@ -67,7 +67,7 @@ class BlockwiseFP8Converter(QuantizationConverter):
         saved_tensors_in_fp8: bool = False
         """Save activations for backward in FP8 (``blocktensor.saved_tensors_in_fp8``)."""
 
-        scale: ScaleRounding = "fp32"
+        scale: ScaleRounding | Scales = "fp32"
         """Rounding of scales; see blocktensor.Recipe."""
 
         cache_weight: CachePolicy = "backward"

@@ -95,9 +95,9 @@ def _gluon_declines(problem: CastProblem) -> str | None:
 
 
 def _triton() -> tuple[Any, ...]:
-    from . import triton_128x128, triton_cast, triton_transpose
+    from . import triton_128x128, triton_cast, triton_columnwise, triton_transpose
 
-    return triton_cast, triton_cast.casts, triton_transpose, triton_128x128
+    return triton_cast, triton_cast.casts, triton_transpose, triton_128x128, triton_columnwise
 
 
 def _gluon() -> tuple[Any, ...]:

@@ -210,6 +210,29 @@ def quantize_grouped(
     return empty_forms(x, offs, rowwise, columnwise)
 
 
+def _check_derived(x: Quantized, columnwise: BlockFormat, offs: Tensor | None) -> None:
+    checks.quantized(x)
+    checks.fit(x.format.rows == 1, x.format.power_of_two, columnwise.power_of_two)
+    if offs is not None:
+        checks.group_ends(offs, x.data, "FP8 data")
+
+
+@op(
+    lambda x, columnwise, _: cast_backend(x.data, x.format, columnwise),
+    check=_check_derived,
+    formats=lambda x, columnwise, _: columnwise,
+)
+def columnwise_from_rowwise(
+    x: Quantized, columnwise: BlockFormat, offs: Tensor | None = None
+) -> Quantized:
+    """Derive the columnwise form of ``x[T, K]`` from its rowwise bytes, without another rounding.
+
+    Both formats have power-of-two scales. With ``offs``, blocks begin anew in every group of rows.
+    See :func:`blocktensor.ops.reference.columnwise_from_rowwise`.
+    """
+    return empty_columnwise(x.data, columnwise, offs)
+
+
 @op(
     lambda x, format, *place: cast_backend(x, format),
     check=lambda x, format, *place: _check(x, format, format.transposes),

@@ -208,13 +208,14 @@ def _matmul(matmul: Matmul, run: Run) -> dict[str, float]:
 def _dense(kind: str, sizes: tuple[int, int, int], in_fp8: bool, run: Run) -> float:
     recipe, card = run.setup.recipe, CARDS[run.setup.card]
     b_format: BlockFormat | None = recipe.weight_format
+    a_format = recipe.activation_format if kind == FPROP else recipe.gradient_format
     if kind == WGRAD:
         b_format = recipe.wgrad_input_format
     if not in_fp8 or b_format is None:
         return bf16_matmul_us(*sizes, card)
     m, n, k = sizes
     k = columnwise_width(k, b_format) if kind == WGRAD else k
-    problem = GemmProblem(m, n, k, recipe.activation_format, b_format, torch.bfloat16, _META)
+    problem = GemmProblem(m, n, k, a_format, b_format, torch.bfloat16, _META)
     return predict_gemm(problem, card)[2]
 
 

@@ -81,7 +81,7 @@ class GatheredInFP8(FP8Base):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return (
             f"{type(self).__name__}(shape={list(self.shape)}, dtype={self.dtype}, "
-            f"scale={self.recipe.scale!r}, device={str(self.device)!r})"
+            f"scale={self.recipe.weight_format.scale_rounding!r}, device={str(self.device)!r})"
         )
 
     def fsdp_post_all_gather(

@@ -14,7 +14,7 @@ from ...ops.gemm.ops import gemm
 from ..arithmetic import is_arithmetic
 from ..base import FP8Base, implements, on_master
 from ..fp8_tensor import ATEN_OPS, BlockwiseFP8Tensor
-from ..refusals import check_same_scaling, refuse
+from ..refusals import check_scaling, refuse
 from ..weight import WEIGHT_OPS, BlockwiseFP8Weight, computed_weights
 
 aten = torch.ops.aten
@@ -49,7 +49,8 @@ def _multiply(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
             f"cannot multiply {list(left.shape)} by {list(right.shape)}: the inner sizes "
             f"{left.shape[1]} and {right.shape[0]} differ"
         )
-    check_same_scaling(left.format, right.format)
+    check_scaling(recipe, left.format)
+    check_scaling(recipe, right.format)
     checks.same_device(left, right, "the left operand", "the right operand")
     if bias is not None:
         checks.bias_of(bias, right.shape[1:], left, "the left operand")

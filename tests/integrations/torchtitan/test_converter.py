@@ -19,7 +19,7 @@ from torchtitan.models.deepseek_v3 import model_registry as deepseek_v3
 from torchtitan.models.llama3 import model_registry as llama3
 from torchtitan.models.llama3.config_registry import llama3_debugmodel
 
-from blocktensor import BlockwiseFP8Weight, Recipe, saved_tensors_in_fp8
+from blocktensor import BlockwiseFP8Weight, Recipe, Scales, saved_tensors_in_fp8
 from blocktensor.integrations.torchtitan import BlockwiseFP8Converter, with_blockwise_fp8
 
 
@@ -118,6 +118,9 @@ def test_recipe_and_fusion() -> None:
         layer = converted(llama3, **{name: value}).layers["0"]
         assert layer.attention.wo.weight.recipe == Recipe(**{name: value})
         assert not hasattr(layer.feed_forward, "_fused_pattern")
+    scales = Scales(activations="power_of_two")
+    layer = converted(llama3, scale=scales).layers["0"]
+    assert layer.attention.wo.weight.recipe == Recipe(scale=scales)
     fused = converted(llama3, fuse=True).layers["0"].feed_forward
     assert fused._fused_pattern.linears == ("w1", "w3", "w2")
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from expecttest import assert_expected_inline
 
-from blocktensor import MinSizes, Recipe
+from blocktensor import MinSizes, Recipe, Scales
 from blocktensor.integrations.transformers import BlockwiseFP8Config
 
 OPTIONS: dict[str, Any] = {
@@ -54,6 +54,13 @@ def test_collections_of_other_types() -> None:
     assert config == BlockwiseFP8Config(skip=OPTIONS["skip"], experts=OPTIONS["experts"])
     assert (type(config.skip), type(config.experts)) == (list, dict)
     assert json.loads(config.to_json_string()) == config.to_dict()
+    config = BlockwiseFP8Config(recipe=Recipe(scale=Scales(weights="power_of_two")))
+    stored = json.loads(config.to_json_string())
+    assert stored["recipe"]["scale"] == {
+        "activations": "fp32",
+        "gradients": "fp32",
+        "weights": "power_of_two",
+    }
 
 
 BAD: tuple[dict[str, Any], ...] = (

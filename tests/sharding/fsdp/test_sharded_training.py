@@ -18,7 +18,7 @@ from torch.distributed.tensor import Shard
 from torch.torch_version import TorchVersion
 from torch.utils.checkpoint import checkpoint
 
-from blocktensor import Recipe, convert, share_inputs, to_blockwise_fp8_weights
+from blocktensor import Recipe, Scales, convert, share_inputs, to_blockwise_fp8_weights
 from blocktensor.ops import reference
 from blocktensor.ops.formats import BLOCKS_128X128
 from blocktensor.sharding.fsdp.shards import FP8Shard
@@ -101,6 +101,7 @@ WAYS = {
     "fused AdamW": Way(steps={"fused": True}),
     "AdamW over lists": Way(steps={"foreach": True, "steps": 6}, reductions=6),
     "powers of two": Way(Recipe(scale="power_of_two")),
+    "weights in powers of two": Way(Recipe(scale=Scales(weights="power_of_two"))),
     "wgrad from 1x128": Way(Recipe.deepseek()),
     "wgrad from high precision": Way(Recipe(wgrad_input="high_precision")),
     "tied weights": Way(options={"tied": True}, steps=ROUNDED),

@@ -76,7 +76,9 @@ def test_what_autograd_computes_of_a_weight_is_a_weight(compute: Callable[..., T
 
 
 def test_what_is_computed_without_gradients_or_in_another_shape_is_plain() -> None:
-    w, other = (linear(256, 256, dtype=torch.float32, recipe=recipe).weight for recipe in RECIPES)
+    w, other = (
+        linear(256, 256, dtype=torch.float32, recipe=recipe).weight for recipe in RECIPES[:2]
+    )
     ids, zeros, double = torch.arange(256), torch.zeros_like, linear(64, 64).double().weight
     made = [
         w.sum(0),

@@ -1,0 +1,147 @@
+"""Read weights in MXFP4 as FP8 weights: 4-bit numbers with a power of two for each 32 of a row.
+
+Two layouts are known. DeepSeek-V4 stores a matrix ``weight`` as int8 ``[N, K/2]``, two numbers a
+byte, the first in the low half, and ``scale`` as e8m0 ``[N, K/32]``. gpt-oss stores a stack
+``gate_up_proj`` as uint8 ``gate_up_proj_blocks`` ``[E, N, K/32, 16]`` and ``gate_up_proj_scales``
+``[E, N, K/32]``; its module holds the transposes ``[E, K, N]``.
+
+The numbers have two bits besides the sign. A block of 128x128 holds them exactly, with a
+power-of-two scale, unless the scales in it are more than 14 binades apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import lru_cache, partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..ops.cast.ops import dequantize, quantize_rowwise, shard_amax, transpose
+from ..ops.formats import BLOCKS_128X128_POW2, Quantized
+from .contents import Entry, names_of_scales
+from .on_disk import SCALE_SUFFIX
+
+GROUP = 32
+"""Numbers of a row that share a scale."""
+
+VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""The numbers of e2m1, by their four bits (OCP Microscaling Formats 1.0, section 5.3.3)."""
+
+_BLOCKS, _SCALES = "_blocks", "_scales"
+
+ReadWhole = Callable[[Entry], Tensor]
+
+
+class Packed(NamedTuple):
+    """The stored tensors of one MXFP4 weight.
+
+    Attributes:
+        codes, scales: its tensors.
+        transposed: True if the model's weight is the transpose of what is stored.
+    """
+
+    codes: Entry
+    scales: Entry
+    transposed: bool
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the model's weight."""
+        *lead, rows, groups = self.scales.shape
+        cols = groups * GROUP
+        return (*lead, cols, rows) if self.transposed else (*lead, rows, cols)
+
+    def read(self, read: ReadWhole) -> tuple[Quantized, int]:
+        """Return the weight in blocks of 128x128, and the number of blocks that are not exact."""
+        codes, scales = read(self.codes), read(self.scales)
+        forms, rounded = [], 0
+        *_, rows, groups = scales.shape
+        matrices = codes.view(torch.uint8).reshape(-1, rows, groups * GROUP // 2)
+        for code, scale in zip(matrices, scales.reshape(-1, rows, groups), strict=True):
+            values = _values(code, scale)
+            form = quantize_rowwise(values, BLOCKS_128X128_POW2)
+            is_other = dequantize(form, torch.float32) != values
+            rounded += int(shard_amax(is_other.float(), form.format, 0, 0).count_nonzero())
+            forms.append(transpose(form) if self.transposed else form)
+        lead = self.shape[:-2]
+        data, scale = (
+            torch.stack(parts).view(*lead, *parts[0].shape)
+            for parts in ([form.data for form in forms], [form.scale for form in forms])
+        )
+        return Quantized(data, scale, BLOCKS_128X128_POW2), rounded
+
+
+def _values(codes: Tensor, scales: Tensor) -> Tensor:
+    """Return the fp32 values of ``codes[N, K/2]`` with e8m0 ``scales[N, K/32]``."""
+    halves = torch.stack([codes & 0xF, codes >> 4], -1).flatten(-2)
+    numbers = torch.tensor(VALUES, device=codes.device)[halves.int()]
+    factors = scales.view(torch.float8_e8m0fnu).float()
+    return numbers * factors.repeat_interleave(GROUP, -1)
+
+
+class Unpacked:
+    """A checkpoint in which MXFP4 weights stand as FP8 weights with scales; nothing is read yet.
+
+    Attributes:
+        entries: its tensors.
+        computed: functions that compute those tensors which no file holds.
+        rounded: by the name of each weight read so far, its blocks that are not exact, if any.
+    """
+
+    def __init__(self, entries: Mapping[str, Entry]) -> None:
+        self.entries = dict(entries)
+        self.computed: dict[Entry, Callable[[ReadWhole], Tensor]] = {}
+        self.rounded: dict[str, int] = {}
+        self._scales: dict[Packed, Tensor] = {}
+        self._latest = lru_cache(maxsize=1)(self._read)
+        for weight, (scales, packed) in _found(entries).items():
+            for each in (packed.codes, packed.scales):
+                del self.entries[each.name]
+            shape, file = packed.shape, packed.codes.file
+            of_weight = Entry(file, "F8_E4M3", shape, weight)
+            of_scales = Entry(file, "F32", BLOCKS_128X128_POW2.scale_shape(shape), scales)
+            self.entries |= {weight: of_weight, scales: of_scales}
+            self.computed[of_weight] = partial(self._data, packed)
+            self.computed[of_scales] = partial(self._scale, packed)
+
+    def _read(self, packed: Packed, read: ReadWhole) -> Quantized:
+        form, rounded = packed.read(read)
+        if rounded:
+            self.rounded[packed.codes.name] = rounded
+        return form
+
+    def _data(self, packed: Packed, read: ReadWhole) -> Tensor:
+        form = self._latest(packed, read)
+        self._scales[packed] = form.scale  # asked for later, when other weights have been read
+        return form.data
+
+    def _scale(self, packed: Packed, read: ReadWhole) -> Tensor:
+        known = self._scales.pop(packed, None)
+        return self._latest(packed, read).scale if known is None else known
+
+
+def _found(entries: Mapping[str, Entry]) -> dict[str, tuple[str, Packed]]:
+    """Return the MXFP4 weights by their names as FP8 weights, each with the name of its scales."""
+    found = {}
+    for name, entry in entries.items():
+        if entry.dtype not in ("I8", "U8"):
+            continue
+        if name.endswith(_BLOCKS):
+            stem = name.removesuffix(_BLOCKS)
+            scales, weight, of_weight = entries.get(stem + _SCALES), stem, stem + SCALE_SUFFIX
+        else:
+            known = next((x for x in names_of_scales(name) if x in entries), "")
+            scales, weight, of_weight = entries.get(known), name, known
+        if scales is not None and _fit(entry, scales):
+            found[weight] = of_weight, Packed(entry, scales, name.endswith(_BLOCKS))
+    return found
+
+
+def _fit(codes: Entry, scales: Entry) -> bool:
+    """Return True if a tensor has two numbers a byte, and a scale for each 32 of a row."""
+    width = GROUP // 2
+    *lead, groups = scales.shape or (0,)
+    shapes = (*lead, groups, width), (*lead, groups * width)
+    return scales.dtype in ("F8_E8M0", "U8") and len(lead) in (1, 2) and codes.shape in shapes
