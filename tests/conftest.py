@@ -17,6 +17,7 @@ from blocktensor import text_table
 from blocktensor.autograd import plan
 from blocktensor.ops.runtime import build_player, check_recordings
 from tests.support import fake_driver
+from tests.support.garbage import collect_seldom
 
 REPEATS = os.environ.get("BLOCKTENSOR_TEST_REPEATED", "0") not in ("", "0")
 """Also on a CPU, player.cpp runs linear layers, as on a GPU."""
@@ -68,6 +69,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="watches what Python alone does"))
         if needed > found:
             item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA GPU(s), found {found}"))
+
+
+def pytest_collection_finish() -> None:
+    collect_seldom()
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -29,12 +29,12 @@ class FP8Function(torch.autograd.Function):
 
 
 def given_out(y: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return the output of a function in another shape, with a node of its own for callers' hooks.
+    """Return the output of a function in another shape, as a view with its own autograd node.
 
     A backward in two halves (zero bubble) begins the second half at the node whose inputs are the
     weights. Hooks on that node run in both halves, and change the gradients of weights twice. So
-    callers get the node of this view, as torch's linear layers give theirs for more than two
-    dimensions. It is no view to autograd: callers may modify it in place.
+    callers get the node of this view. torch's linear layers also return views, for inputs of more
+    than two dimensions. It is no view to autograd: callers may modify it in place.
     """
     made: Tensor = torch.ops.aten._unsafe_view(y, shape)
     return made
@@ -49,7 +49,7 @@ def run_backward(
     """Return ``gradients(ctx, saved, grads, asked)``, computed without overrides of FP8 types.
 
     Args:
-        ctx: of the function.
+        ctx: the context of the function.
         grads: the arguments of its backward: gradients, or one list of them (torch 2.13).
         gradients: given lists of the saved tensors and of the incoming gradients, which it may
             remove tensors from, to free them; and which inputs need a gradient.

@@ -38,13 +38,13 @@ class GatedPlan(NamedTuple):
         gate, up, down: the plans of its linear layers; no ``up`` if ``gate`` holds both, gate
             first.
         activation: a name in ``ACTIVATIONS``.
-        recompute: whether to save memory by computing h again.
+        recompute: True to save memory by computing h again.
         saves_h: False if backward makes the columnwise form of h again, from gate and up.
         one_by_one: True if h or a gradient is needed in high precision, or if one of gate and up is
             ``[E, N, K]`` and one ``[E, K, N]``, so that the linear layers run one by one.
-        needs_dh: whether the gradient of h will be asked for.
+        needs_dh: True if the gradient of h will be asked for.
         x_columnwise: the format of x columnwise; None if no matmul reads it.
-        dh_formats: of the gradients of gate and up.
+        dh_formats: the formats of the gradients of gate and up.
         records_forward, records_backward: True if it may run as one recorded sequence of launches.
     """
 
@@ -169,7 +169,7 @@ def _check_weights(weights: tuple[Tensor, Tensor | None, Tensor]) -> None:
 
 
 def _like_h(x: Tensor, gate: Plan, features: int, leaf: Tensor | None) -> Tensor:
-    """Return one element, expanded to the shape of h: the plan of down reads no values.
+    """Return a stand-in for h, one element that is expanded: the plan of down reads no values.
 
     ``leaf``: a tensor whose gradient depends on the gradient of h, if there is one.
     """
@@ -180,7 +180,7 @@ def _like_h(x: Tensor, gate: Plan, features: int, leaf: Tensor | None) -> Tensor
     return h if is_dynamo_compiling() else h.requires_grad_(leaf is not None)
 
 
-# What backward casts
+# Casts in backward
 
 
 def forms_in_backward(
@@ -200,7 +200,7 @@ def forms_in_backward(
     Args:
         sources: data and scale of h, if saved; gate and up, or both in one and None; the gradient
             of h, if there is one. Each is removed from the list at its last read.
-        formats: of the gradients of gate and up.
+        formats: the formats of the gradients of gate and up.
     """
     data, scale = sources[:2]
     del sources[:2]

@@ -130,11 +130,11 @@ def one_by_one(
 
 
 class _State:
-    """Hold all that a backward reads of its forward, except tensors.
+    """Hold everything except tensors that a backward reads of its forward.
 
     Attributes:
-        plan: of the gated MLP.
-        given: which of the first operands are tensors, up to the bias of down.
+        plan: the plan of the gated MLP.
+        given: True for each of the first operands that is a tensor, up to the bias of down.
         reads: how the weights of gate, up and down were read.
         counts: how many tensors were saved of the weights of gate and up.
         x_shape: the shape of the input.
@@ -185,7 +185,7 @@ def _forward(
     offs: Tensor | None,
     *choices: Any,
 ) -> tuple[Tensor, Sequence[Tensor | None], _State]:
-    """Return y, the tensors to save, and what else backward reads; ``plan`` knows the choices."""
+    """Return y, the tensors to save, and the other state that backward reads."""
     if not plan.down.tracing:
         watch_halves()
     weights: tuple[Any, ...] = w_gate, w_up, w_down
@@ -299,7 +299,7 @@ def _gradients(state: _State, saved: list[Any], grads: list[Any], asked: list[bo
 
 
 def _repeated(state: _State, saved: list[Any], grads: list[Any], asked: list[bool]) -> Gradients:
-    """Return the gradients by a recorded sequence; of x, as matrices."""
+    """Compute the gradients by a recorded sequence; gradients of x are matrices."""
     plan = state.plan
     formats: Any = (plan.x_columnwise, plan.down.x_columnwise)
     offs, *forms, gate, up = saved[:7]
@@ -426,7 +426,7 @@ def _held_dh(state: _State, grad: Tensor | None) -> Tensor | None:
 
 
 def _read_no_firsts(reads: Sequence[Any], weights: Sequence[Sequence[Tensor]]) -> None:
-    """Tell the weights of gate and up that this backward does not read them."""
+    """Release the forms of gate and up, which this backward does not read."""
     for read, w in zip(reads[:2], weights, strict=True):
         if read is not None:
             read.columnwise(w, False)

@@ -2,8 +2,8 @@
 
 The forward computes the gradients with the loss, chunk by chunk; backward only scales them. The
 logits of a chunk are rounded to the dtype of the linear, as a head rounds them, and then taken in
-fp32. Chunks are whole blocks of tokens, so that every cast has the same bits as without chunks. So
-have the loss of a token and the gradient of x, compared with
+fp32. Chunks are whole blocks of tokens, so that every cast has the same bits as without chunks. The
+loss of a token and the gradient of x have the same bits as by
 ``F.cross_entropy(linear(x, w).float(), target)``. On a GPU a kernel writes the gradient of logits
 over them, equal up to the order of fp32 sums. Weight gradients are summed in fp32 and rounded once.
 

@@ -56,7 +56,7 @@ class Dense:
     """Read the weight; see :func:`~.saved_weight.read_weight`."""
 
     def fprop(self, x: Any, w: Quantized | Tensor, bias: Tensor | None, plan: Plan) -> Tensor:
-        """Return ``y[M, N] = x wᵀ (+ bias)`` of rowwise forms; a weight may still have to be cast.
+        """Return ``y[M, N] = x wᵀ (+ bias)`` of rowwise forms; a weight that is not FP8 is cast.
 
         See :data:`~.saved_weight.WeightRead`.
         """

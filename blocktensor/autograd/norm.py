@@ -110,7 +110,7 @@ class _RMSNorm(FP8Function):
 def _forward(
     choices: _Choices, x: Tensor, weight: Tensor, *_: object
 ) -> tuple[Tensor, Sequence[Tensor], None]:
-    """Return the norm, the tensors to save, and no state; of contiguous rows, as matrices."""
+    """Return the norm, the tensors to save, and None for the state."""
     y, rstd = normalized(_matrix(x), weight, choices.eps, choices.kind)
     return y, (x, rstd, weight), None
 
@@ -142,9 +142,9 @@ def _gradients(
 
 
 def _matrix(x: Tensor) -> Tensor:
-    """Return the rows of x as a matrix, of which calls with other numbers of rows repeat one.
+    """Return x as a matrix if it is contiguous, so that one recorded call serves all row counts.
 
-    The results of torch's ops have the layout of their operands, so other layouts stay.
+    Other layouts stay, because results of torch's ops have the layout of their operands.
     """
     return x.flatten(0, -2) if x.ndim > 2 and x.is_contiguous() else x
 

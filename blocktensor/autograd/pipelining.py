@@ -19,7 +19,7 @@ LOSES_GRAPHS = torch.__version__ < "2.13"  # versions, not texts, are compared
 
 
 _input_halves: list[object] = []
-"""Calls that compute the input half of a backward now; on CUDA in threads of autograd."""
+"""The calls that compute the input half of a backward now; threads of autograd read this list."""
 
 
 def watch_halves() -> None:

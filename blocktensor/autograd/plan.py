@@ -210,7 +210,7 @@ def _key(
 
 
 def _name_our_code() -> None:
-    """Let torch's caches of compiled graphs see this package's code; there may be no FP8 tensor."""
+    """Make this package's code a part of torch's compile cache key; there may be no FP8 tensor."""
     COMPILE_CACHE_KEY.apply()
 
 

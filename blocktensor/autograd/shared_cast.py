@@ -2,10 +2,10 @@
 
 ``linear`` and ``grouped_linear`` ask the innermost run of their thread. Each keeps its own edge to
 the input in the autograd graph, so gradients are summed in the same order as without sharing.
-Nothing is shared outside of a run, while a compiler traces, under dispatch modes, or if PyTorch
-counted a change of the input or of ``offs`` in between, or gave it other memory. Weights, whose
-writes PyTorch does not count either, are cast in every forward; an input is shared only until the
-forward of the module ends.
+Nothing is shared outside of a run, while a compiler traces, under dispatch modes, or if the input
+or ``offs`` got other memory or was changed in a way that PyTorch counts. Weights, whose writes
+PyTorch does not count either, are cast in every forward; an input is shared only until the forward
+of the module ends.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class SharedCasts:
         this_thread.running = Run(self, this_thread.running)
 
     def end(self) -> None:
-        """Return to what ran before."""
+        """Stop sharing, and go on with the run around this one, if there is one."""
         run = this_thread.running
         while run is not None and run.shared is not self:  # an exception may have left a run there
             run = run.outer

@@ -1,4 +1,4 @@
-"""Read into a model that has peft's adapters: a checkpoint has the names of the model without."""
+"""Load a checkpoint of a base model into a model that has peft's adapters."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch import nn
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """Put layers on meta in the places of the adapters that wrap them, for a while.
+    """Replace adapters by the layers that they wrap, if these are on meta, until the ``with`` ends.
 
-    Other layers keep their adapters: these may have been computed from the values that a load
-    replaces.
+    Parameters then have the names of the base model. Layers with values keep their adapters, which
+    may have been computed from the values that a load replaces.
     """
     library: Any = sys.modules.get("peft.tuners.tuners_utils")
     places: list[tuple[nn.Module, str, nn.Module]] = []

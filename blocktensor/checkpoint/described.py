@@ -22,7 +22,7 @@ class Described(NamedTuple):
     """An export, and the config with which transformers reads it.
 
     Attributes:
-        found: the export.
+        found: the export that is described.
         further: names of modules that are not in FP8, besides linear layers and known experts.
     """
 
@@ -97,7 +97,7 @@ def readable(described: Described) -> Described:
                 reasons[name] = why.why
             elif not of_module <= listed:
                 described = described._replace(further={*described.further, *of_module})
-                continue  # this way may be readable
+                continue  # transformers may read the next way
             ways[name] = _next_way(found, name, ways.get(name, _Way.PLAIN))
             if ways[name] is _Way.NONE:
                 raise ValueError(

@@ -310,7 +310,7 @@ def _made(unit: Unit, held: Mapping[str, _Held], found: Exported) -> dict[str, T
 
 
 def _of_one(part: Part, expert: int | None) -> Part:
-    """Return a part that lies in one expert, relative to a stack of that expert alone."""
+    """Return a part that lies in one expert, with indices in a stack of only this expert."""
     return part if expert is None else part._replace(there=(slice(0, 1), *part.there[1:]))
 
 

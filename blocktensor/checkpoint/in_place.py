@@ -84,7 +84,7 @@ def put_in_place(made: Path) -> None:
 
 
 def _left(folder: Path) -> set[str]:
-    """Return staging folders, and shards that left one whose index is still there."""
+    """Return all staging folders, and the moved shards of those that still hold their index."""
     made = {name for name in os.listdir(folder) if name.startswith(STAGING)}
     return made.union(*(_named_in(folder / name) for name in made))
 

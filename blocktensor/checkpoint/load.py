@@ -155,8 +155,8 @@ def load_fp8(
         strict: raise for missing and unexpected names.
         device: for tensors that are on meta in the model; default: the device of the model's
             DeviceMesh if it is sharded, else the CPU.
-        trainable: give weights that require a gradient the stored values instead, in their own
-            dtype: converted ones get a master of these. Others become frozen.
+        trainable: load the stored values, in the dtype of the weight, into weights that require a
+            gradient; converted ones get a master with these values. Other weights become frozen.
         recipe: the recipe of the FP8 weights, by which inputs and gradients are cast; default: the
             recipe of the model's weight if it is converted, else ``Recipe()``.
             ``scale="power_of_two"`` needs a checkpoint whose scales are powers of two.
@@ -305,8 +305,8 @@ def _planned(
 ) -> _Plan:
     """Decide what each tensor becomes, and check that the stored ones fit.
 
-    ``is_plain``: as for :func:`load_matched`. Embeddings have no FP8 form. Nor have weights that a
-    linear layer shares with a module which reads their values.
+    ``is_plain``: as for :func:`load_matched`. Embeddings have no FP8 form, and neither do weights
+    whose values another module reads.
     """
     holders: dict[int, list[_Target]] = defaultdict(list)
     for target in targets.values():
@@ -421,7 +421,7 @@ def _assign(
 
 
 def _check_here(model: nn.Module) -> None:
-    """Refuse weights whose values accelerate keeps elsewhere, and writes back in each forward."""
+    """Refuse weights that accelerate offloads: it keeps the values elsewhere between forwards."""
     for name, module in model.named_modules():
         hook = getattr(module, "_hf_hook", None)
         if any(getattr(x, "offload", False) for x in getattr(hook, "hooks", (hook,))):
@@ -476,7 +476,7 @@ def _is_multiplied(holders: Sequence[_Target]) -> bool:
 
 
 _OPEN = 2
-"""Most files that are mapped at a time: pages that were read count as memory of this process."""
+"""Maximum number of mapped files: pages that were read count as memory of this process."""
 
 
 class _Files:

@@ -117,7 +117,7 @@ def match(
         elif parts is not None:
             sources[name] = source(parts, whole=False)
         elif way := next((y for y in names[name] if _are_stored(folder, name, y, left)), None):
-            for reader in readers:  # what has the right name needs no conversion
+            for reader in readers:  # a tensor with the right name needs no conversion
                 _check_readable(folder, name, reader.failed)
             sources[name] = source(way.parts(x.shape), whole=True)
         else:

@@ -61,7 +61,7 @@ class Part(NamedTuple):
         return self._replace(there=tuple(there), here=here)
 
     def of(self, name: str) -> Part:
-        """Return the inverse: this tensor, named ``name``, as seen from the other one."""
+        """Return the inverse part: exchange this tensor, named ``name``, and the other one."""
         back = [
             self.axes.index(axis) if axis in self.axes else None for axis in range(len(self.there))
         ]

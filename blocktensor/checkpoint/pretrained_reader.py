@@ -31,9 +31,9 @@ class PretrainedReader:
         parts: by the name of a tensor of the model, the parts of stored tensors that it consists
             of.
         computed: the names of the stored tensors from which any other tensor is computed.
-        failed: why a tensor of the model cannot be made of the stored ones that belong to it.
-        mismatched: tensors of another shape that would become a tensor of the model, by its name,
-            in words.
+        failed: by the name of a tensor of the model, why it cannot be computed from stored ones.
+        mismatched: by the name of a tensor of the model, a description of the stored tensors of
+            another shape that would become it.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class PretrainedReader:
         entries: Mapping[str, Entry],
         rules: Rules | None = None,
     ) -> None:
-        """Ask transformers.
+        """Ask transformers which stored tensors it would load.
 
         Args:
             prefix, model: a model of transformers, and the prefix of its names.

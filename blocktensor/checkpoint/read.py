@@ -36,10 +36,10 @@ class Copy(NamedTuple):
     """A stored box that is to be copied into the memory of this rank.
 
     Attributes:
-        into: its place in the memory.
+        into: its indices in the memory.
         part: its shape there.
         data: the box, mapped from its file.
-        scale: of each block of the whole stored weight, fp32; None copies ``data`` itself.
+        scale: the fp32 scale of each block of the whole stored weight; None copies ``data``.
     """
 
     into: Box
@@ -149,7 +149,7 @@ def read_frozen(
 def _scales(entry: Entry, weight: Sequence[int], format: BlockFormat, read: Read) -> Tensor:
     """Return all stored scales of a weight of this shape, checked.
 
-    They are checked as a whole: a bad one is named by its block, on every rank that reads one.
+    Every rank checks all scales of the weight, so that the error names the block of a bad scale.
     """
     stored = read(entry, all_of(entry.shape))
     scales = stored.float().view(format.scale_shape(weight))

@@ -40,14 +40,14 @@ def save_fp8(
     trainable weight is written as its next forward would cast it; its high-precision master, which
     ``state_dict`` holds, is not. Tied tensors are written once, under their first name.
 
-    A model of transformers gets the names that its ``save_pretrained`` writes: of most mixtures of
-    experts a matrix for each expert, ``experts.3.gate_proj.weight``, in the bytes of the stack.
-    Weights that transformers would read without their scales, or with other ones, are stored in
-    high precision, with the values that the next forward would read: transformers' functions say
-    which (T5's ``wo``; experts that are stored whole; 200 rows, which it scales wrongly where it
-    dequantizes, on CPUs and older GPUs). A warning names them, and ``config.json`` lists their
-    modules. For other sizes that are no whole blocks it raises where it dequantizes:
-    :func:`load_fp8` and ``.dequantize()`` do not.
+    A model of transformers gets the names that its ``save_pretrained`` writes. For most mixtures of
+    experts this is a matrix for each expert, ``experts.3.gate_proj.weight``, with the bytes that it
+    has in the stack. Weights that transformers would read without their scales, or with other ones,
+    are stored in high precision, with the values that the next forward would read. Transformers'
+    own functions predict which: T5's ``wo``, experts that are stored whole, and 200 rows, which
+    transformers scales wrongly on CPUs and older GPUs, where it dequantizes. A warning names them,
+    and ``config.json`` lists their modules. For other sizes that are no whole blocks, transformers
+    raises where it dequantizes; :func:`load_fp8` and ``.dequantize()`` work.
 
     After ``unfreeze``, changes of less than half an FP8 step round back; a warning says how much is
     kept. ``freeze(model, rounding="stochastic")`` keeps them on average.
@@ -185,7 +185,7 @@ def _write(
     """Write this rank's share of the shards; return the index of all.
 
     Ranks take turns, and write in a thread, so that all of them write to the disk at once. A rank
-    holds one shard at a time. One that fails still takes part in what the others gather.
+    holds one shard at a time. A rank that fails still takes part in the gathers of the others.
     """
     units = [unit for members in shards.values() for unit in members]
     stored_units = stored_in_turn(found, units)

@@ -1,7 +1,8 @@
 """Trace which parts of other tensors a tensor consists of, without values.
 
 A function that renames, splits, joins, stacks and transposes tensors is called with traced tensors.
-Its results tell what it does to values. This works for any function, without a list of known ones.
+Its results show where it would move values. This works for any function, without a list of known
+ones.
 """
 
 from __future__ import annotations

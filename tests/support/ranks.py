@@ -27,16 +27,22 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from tests.support.garbage import collect_seldom
+
 TIMEOUT = 240.0
 """Seconds that a call may take, imports on two busy cores included."""
 
-# Of torch alone: the server of processes may find another blocktensor than the tests do.
+# Other libraries alone: the server of processes may find another blocktensor than the tests do.
 _IMPORTED_ONCE = [
     "torch.distributed.fsdp",
     "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.tensor.parallel",
     "pytest",
     "triton",
     "torch._dynamo",  # which every optimizer imports, in seconds
+    "torch._inductor.compile_fx",  # which torch.compile imports, with any backend
+    "transformers.modeling_utils",
+    "peft",
 ]
 _HEAP = re.compile(r"^(malloc|free|realloc|calloc)\(\): |^corrupted |^double free", re.MULTILINE)
 _GRACE = 1.0  # seconds for more ranks to fail once one has
@@ -281,6 +287,7 @@ def _serve(rank: int, world: int, device: str, folder: str, pipe: Any, options: 
     with _stderr(folder, rank).open("wb") as file:
         os.dup2(file.fileno(), 2)
     faulthandler.enable(2)
+    collect_seldom()
     try:
         torch.set_num_threads(1)
         if device == "cuda":
