@@ -17,6 +17,7 @@ from torch import Tensor, fx
 from ..ops.cast.ops import dequantize, quantize_rowwise
 from ..ops.formats import BLOCKS_1X128, Quantized
 from ..tensor.torch_internals.callers import inputs_held_by_modules
+from .graph_order import note_end, place_ops
 from .saved_kinds import MAX_HEAD, MIN_ELEMENTS
 
 PackedInGraph: TypeAlias = Tensor | tuple[Tensor, Tensor, torch.dtype]
@@ -63,14 +64,16 @@ def pack_in_graph(x: Tensor, asked: dict[str, Any]) -> PackedInGraph:
     node = asked["_node"]
     if not _is_activation(x, node) or node.name in _read_by_attention(asked["_bw_graph"]):
         return x
+    note_end(asked)
     data, scale, _ = quantize_rowwise(x.flatten(0, -2), BLOCKS_1X128)
     return data.view(x.shape), scale, x.dtype
 
 
-def unpack_in_graph(saved: PackedInGraph) -> Tensor:
+def unpack_in_graph(saved: PackedInGraph, asked: dict[str, Any]) -> Tensor:
     """Return the tensor with rounded values."""
     if isinstance(saved, Tensor):
         return saved
+    place_ops(asked)
     data, scale, dtype = saved
     rows = Quantized(data.flatten(0, -2), scale, BLOCKS_1X128)
     made: Tensor = dequantize(rows, dtype).view(data.shape)

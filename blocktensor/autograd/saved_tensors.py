@@ -202,10 +202,11 @@ def _pack(x: Tensor) -> SavedTensor | KeptTensor | PackedInGraph:
     return packing.context._pack(x)
 
 
-def _unpack(saved: SavedTensor | KeptTensor | PackedInGraph) -> Tensor:
-    return (
-        saved.unpack() if isinstance(saved, (SavedTensor, KeptTensor)) else unpack_in_graph(saved)
-    )
+def _unpack(saved: Any) -> Tensor:
+    asked = graphs()
+    if asked is not None:
+        return unpack_in_graph(saved, asked)
+    return saved.unpack()
 
 
 def _warn_of_graphs() -> None:
