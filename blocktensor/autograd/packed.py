@@ -114,7 +114,9 @@ class Packed:
 
     def __init__(self, x: Tensor, rows: MemoryRows) -> None:
         memory = x.as_strided(rows.sizes, rows.strides).reshape(-1, rows.width)
-        with watching(None):  # monitors measure the casts of matmuls
+        with watching(None) as watch:
+            if watch is not None:
+                watch(Packed, (memory, BLOCKS_1X128))  # apart from the casts of matmuls
             self.cast: Quantized = quantize_rowwise(memory, BLOCKS_1X128)
         self.dtype = x.dtype
 

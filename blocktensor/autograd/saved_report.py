@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -12,6 +15,14 @@ from .packed import MemoryRows, Packed
 from .saved_kinds import PARAMETER, is_strided
 
 IN_FP8 = "FP8"
+PACKED_IN_GRAPH = "FP8, by a compiled graph"
+IN_GRAPH = "by a compiled graph"
+
+_HOW = {IN_FP8: "in FP8", PACKED_IN_GRAPH: "packed by a compiled graph"}
+"""How packed tensors are saved, by kind."""
+
+_Counts: TypeAlias = dict[tuple[str, str, tuple[int, ...]], list[int]]
+"""The number of tensors and bytes before and after, by how they are kept, dtype and shape."""
 
 _MAX_KEPT = 10_000
 """Pieces of memory that are remembered, before those that were freed are forgotten."""
@@ -21,7 +32,7 @@ class SavedKind(NamedTuple):
     """Saved tensors of one kind.
 
     Attributes:
-        kept_as: ``"FP8"``, or why the tensors are kept as they are.
+        kept_as: ``"FP8"``, ``"FP8, by a compiled graph"``, or why the tensors are kept as they are.
         dtype, shape: of the tensors.
         tensors: their number; tensors that share memory count once.
         bytes_before: memory that autograd would hold.
@@ -37,16 +48,21 @@ class SavedKind(NamedTuple):
 
 
 class SavedReport(Report):
-    """Count the tensors that autograd has saved since :meth:`start_counting`."""
+    """Count the tensors that autograd has saved since :meth:`start_counting`.
+
+    Graphs that were compiled meanwhile, at any time, count as one run of each.
+    """
 
     def __init__(self) -> None:
-        self._counts: dict[tuple[str, str, tuple[int, ...]], list[int]] = {}
+        self._counts: _Counts = {}
+        self._of_graphs: _Counts = {}
         self._kept: dict[int, StorageWeakRef] = {}
 
     @property
     def kinds(self) -> tuple[SavedKind, ...]:
         """Return the kinds of saved tensors, largest first; a model holds its parameters itself."""
-        kinds = (SavedKind(*key, *counts) for key, counts in self._counts.items())
+        counts = itertools.chain(self._counts.items(), self._of_graphs.items())
+        kinds = (SavedKind(*key, *sums) for key, sums in counts)
         return tuple(sorted(kinds, key=lambda kind: -kind.bytes_before))
 
     @property
@@ -74,7 +90,7 @@ class SavedReport(Report):
                 kind.tensors,
                 human_bytes(kind.bytes_before),
                 human_bytes(kind.bytes_after),
-                "in FP8" if kind.kept_as == IN_FP8 else f"as it is: {kind.kept_as}",
+                _HOW.get(kind.kept_as, f"as it is: {kind.kept_as}"),
             )
             for kind in self.kinds
         ]
@@ -116,11 +132,36 @@ class SavedReport(Report):
         if count:
             self._count(reason, x, count, count)
 
+    def count_in_graph(self, x: Tensor, saved: Tensor | Sequence[object]) -> None:
+        """Count an intermediate of a compiled graph.
+
+        Args:
+            x: the intermediate.
+            saved: what the graph saves: x itself, or tensors and constants.
+        """
+        kept_as = IN_GRAPH if isinstance(saved, Tensor) else PACKED_IN_GRAPH
+        parts = [saved] if isinstance(saved, Tensor) else saved
+        after = sum(_hinted_bytes(part) for part in parts if isinstance(part, Tensor))
+        _add(self._of_graphs, kept_as, x, _hinted_bytes(x), after)
+
     def _count(self, kept_as: str, x: Tensor, before: int, after: int) -> None:
-        key = kept_as, str(x.dtype).removeprefix("torch."), tuple(x.shape)
-        counts = self._counts.setdefault(key, [0, 0, 0])
-        for i, more in enumerate((1, before, after)):
-            counts[i] += more
+        _add(self._counts, kept_as, x, before, after)
+
+
+def _add(counts: _Counts, kept_as: str, x: Tensor, before: int, after: int) -> None:
+    key = kept_as, str(x.dtype).removeprefix("torch."), tuple(_hint(size) for size in x.shape)
+    sums = counts.setdefault(key, [0, 0, 0])
+    for i, more in enumerate((1, before, after)):
+        sums[i] += more
+
+
+def _hinted_bytes(x: Tensor) -> int:
+    return math.prod(_hint(size) for size in x.shape) * x.itemsize
+
+
+def _hint(size: Any) -> int:
+    """Return a size; of a symbolic one, the size for which the graph was traced."""
+    return size if isinstance(size, int) else size.node.hint
 
 
 def _parts_of(x: Tensor) -> list[Tensor]:

@@ -198,15 +198,19 @@ def _pack(x: Tensor) -> SavedTensor | KeptTensor | PackedInGraph:
     asked = graphs()
     if asked is not None:
         return pack_in_graph(x, asked)
-    packing = next(each for each in reversed(_this_thread.entered) if each.packs)
-    return packing.context._pack(x)
+    return _innermost()._pack(x)
 
 
 def _unpack(saved: Any) -> Tensor:
     asked = graphs()
     if asked is not None:
+        _innermost().count_in_graph(asked["_node"].meta["val"], saved)
         return unpack_in_graph(saved, asked)
     return saved.unpack()
+
+
+def _innermost() -> SavedTensors:
+    return next(each.context for each in reversed(_this_thread.entered) if each.packs)
 
 
 def _warn_of_graphs() -> None:

@@ -49,6 +49,23 @@ def test_a_compiled_graph_packs_its_intermediates() -> None:
     assert [x.dtype for x in saved if x.numel() >= K] == [torch.float8_e4m3fn]
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_report_counts_compiled_graphs(dynamic: bool) -> None:
+    """A graph counts where it was compiled, in every forward."""
+    made, x, saved = small_model(), data().requires_grad_(), saved_tensors_in_fp8()
+    run = compiled(lambda x: made(x.exp()).sin(), fullgraph=True, dynamic=dynamic)
+    for _ in range(2):
+        with saved:
+            by_graph = saved_by_graph(run(x), x, *made.parameters())
+        assert sum(kind.tensors for kind in saved.kinds) == 4
+        assert saved.bytes_after == sum(t.nbytes for t in by_graph)
+        assert saved.bytes_after == pytest.approx(saved.bytes_before * (1 + 4 / 128) / 2)
+    assert "packed by a compiled graph" in str(saved)
+    with saved_tensors_in_fp8() as other:
+        run(x)
+    assert other.bytes_before == 0
+
+
 @pytest.mark.parametrize("fp8", [False, True])
 def test_a_compiled_model(fp8: bool) -> None:
     made, x = model(fp8), data()
