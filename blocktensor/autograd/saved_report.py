@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -21,7 +22,7 @@ IN_GRAPH = "by a compiled graph"
 _HOW = {IN_FP8: "in FP8", PACKED_IN_GRAPH: "packed by a compiled graph"}
 """How packed tensors are saved, by kind."""
 
-_Counts: TypeAlias = dict[tuple[str, str, tuple[int, ...]], list[int]]
+_Counts: TypeAlias = dict[tuple[str, torch.dtype, tuple[int, ...]], list[int]]
 """The number of tensors and bytes before and after, by how they are kept, dtype and shape."""
 
 _MAX_KEPT = 10_000
@@ -62,7 +63,10 @@ class SavedReport(Report):
     def kinds(self) -> tuple[SavedKind, ...]:
         """Return the kinds of saved tensors, largest first; a model holds its parameters itself."""
         counts = itertools.chain(self._counts.items(), self._of_graphs.items())
-        kinds = (SavedKind(*key, *sums) for key, sums in counts)
+        kinds = (
+            SavedKind(kept_as, str(dtype).removeprefix("torch."), tuple(shape), *sums)
+            for (kept_as, dtype, shape), sums in counts
+        )
         return tuple(sorted(kinds, key=lambda kind: -kind.bytes_before))
 
     @property
@@ -111,7 +115,7 @@ class SavedReport(Report):
 
     def count_packed(self, x: Tensor, rows: MemoryRows, packed: Packed) -> None:
         """Count a tensor that was packed for its first saver."""
-        self._count(IN_FP8, x, rows.numel * x.itemsize, packed.nbytes)
+        _add(self._counts, IN_FP8, x.dtype, x.shape, rows.numel * x.itemsize, packed.nbytes)
 
     def holds(self, x: Tensor) -> bool:
         """Return True if a tensor in the same memory is kept: a cast would only add to it."""
@@ -123,14 +127,20 @@ class SavedReport(Report):
             return
         if len(self._kept) > _MAX_KEPT:  # one context around many steps
             self._kept = {key: kept for key, kept in self._kept.items() if not kept.expired()}
-        count = 0
-        for part in _parts_of(x):
-            storage = part.untyped_storage()
-            if storage._cdata not in self._kept:
-                self._kept[storage._cdata] = StorageWeakRef(storage)  # reserves the address
-                count += storage.nbytes()
+        count = self._keep(x) if type(x) is Tensor and is_strided(x) else 0
+        if type(x) is not Tensor:
+            count = sum(map(self._keep, _parts_of(x)))
         if count:
-            self._count(reason, x, count, count)
+            _add(self._counts, reason, x.dtype, x.shape, count, count)
+
+    def _keep(self, x: Tensor) -> int:
+        """Return the bytes of memory that is kept from now on."""
+        storage = x.untyped_storage()
+        key = storage._cdata
+        if key in self._kept:
+            return 0
+        self._kept[key] = StorageWeakRef(storage)  # reserves the address
+        return storage.nbytes()
 
     def count_in_graph(self, x: Tensor, saved: Tensor | Sequence[object]) -> None:
         """Count an intermediate of a compiled graph.
@@ -141,22 +151,31 @@ class SavedReport(Report):
         """
         kept_as = IN_GRAPH if isinstance(saved, Tensor) else PACKED_IN_GRAPH
         parts = [saved] if isinstance(saved, Tensor) else saved
-        after = sum(_hinted_bytes(part) for part in parts if isinstance(part, Tensor))
-        _add(self._of_graphs, kept_as, x, _hinted_bytes(x), after)
-
-    def _count(self, kept_as: str, x: Tensor, before: int, after: int) -> None:
-        _add(self._counts, kept_as, x, before, after)
-
-
-def _add(counts: _Counts, kept_as: str, x: Tensor, before: int, after: int) -> None:
-    key = kept_as, str(x.dtype).removeprefix("torch."), tuple(_hint(size) for size in x.shape)
-    sums = counts.setdefault(key, [0, 0, 0])
-    for i, more in enumerate((1, before, after)):
-        sums[i] += more
+        sizes = tuple(map(_hint, x.shape))
+        after = sum(
+            math.prod(map(_hint, part.shape)) * part.itemsize
+            for part in parts
+            if isinstance(part, Tensor)
+        )
+        _add(self._of_graphs, kept_as, x.dtype, sizes, math.prod(sizes) * x.itemsize, after)
 
 
-def _hinted_bytes(x: Tensor) -> int:
-    return math.prod(_hint(size) for size in x.shape) * x.itemsize
+def _add(
+    counts: _Counts,
+    kept_as: str,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    before: int,
+    after: int,
+) -> None:
+    key = kept_as, dtype, shape
+    sums = counts.get(key)
+    if sums is None:
+        counts[key] = [1, before, after]
+        return
+    sums[0] += 1
+    sums[1] += before
+    sums[2] += after
 
 
 def _hint(size: Any) -> int:

@@ -195,22 +195,28 @@ def _top_hooks() -> Any:
 
 
 def _pack(x: Tensor) -> SavedTensor | KeptTensor | PackedInGraph:
-    asked = graphs()
-    if asked is not None:
-        return pack_in_graph(x, asked)
+    if type(x) is not Tensor:  # compilers trace with other types
+        asked = graphs()
+        if asked is not None:
+            return pack_in_graph(x, asked)
     return _innermost()._pack(x)
 
 
 def _unpack(saved: Any) -> Tensor:
+    if isinstance(saved, (SavedTensor, KeptTensor)):
+        return saved.unpack()
     asked = graphs()
-    if asked is not None:
-        _innermost().count_in_graph(asked["_node"].meta["val"], saved)
-        return unpack_in_graph(saved, asked)
-    return saved.unpack()
+    assert asked is not None
+    _innermost().count_in_graph(asked["_node"].meta["val"], saved)
+    return unpack_in_graph(saved, asked)
 
 
 def _innermost() -> SavedTensors:
-    return next(each.context for each in reversed(_this_thread.entered) if each.packs)
+    entered = _this_thread.entered
+    last = entered[-1]
+    if last.packs:
+        return last.context
+    return next(each.context for each in reversed(entered) if each.packs)
 
 
 def _warn_of_graphs() -> None:
