@@ -26,16 +26,13 @@ class MemoryRows(NamedTuple):
     Attributes:
         sizes, strides: of the memory, with as few dimensions as possible; no element occurs twice.
         width: elements of a row, which ends a block; at least as many as a block has.
+        numel: the number of elements.
     """
 
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
     width: int
-
-    @property
-    def numel(self) -> int:
-        """The number of elements."""
-        return math.prod(self.sizes)
+    numel: int
 
 
 def rows_of(x: Tensor) -> MemoryRows | None:
@@ -76,7 +73,7 @@ def _rows(shape: Sequence[int], strides: Sequence[int], base_width: int) -> Memo
     for width in widths:
         if width >= block and run % width == 0:
             sizes, steps = zip(*in_memory, strict=True)
-            return MemoryRows(sizes, steps, width)
+            return MemoryRows(sizes, steps, width, math.prod(sizes))
     return None
 
 
@@ -129,7 +126,8 @@ class Packed:
     @property
     def nbytes(self) -> int:
         """Bytes of data and scales."""
-        return sum(part.untyped_storage().nbytes() for part in self.cast[:2])
+        data, scale, _ = self.cast
+        return data.untyped_storage().nbytes() + scale.untyped_storage().nbytes()
 
 
 class Version:
