@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..ops.cast.ops import dequantize, quantize_rowwise
 from ..ops.formats import BLOCKS_1X128, Quantized
+from ..ops.runtime.launch import this_thread
 from ..ops.runtime.specialize import watching
 
 
@@ -25,16 +26,13 @@ class MemoryRows(NamedTuple):
     Attributes:
         sizes, strides: of the memory, with as few dimensions as possible; no element occurs twice.
         width: elements of a row, which ends a block; at least as many as a block has.
+        numel: the number of elements.
     """
 
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
     width: int
-
-    @property
-    def numel(self) -> int:
-        """The number of elements."""
-        return math.prod(self.sizes)
+    numel: int
 
 
 def rows_of(x: Tensor) -> MemoryRows | None:
@@ -75,7 +73,7 @@ def _rows(shape: Sequence[int], strides: Sequence[int], base_width: int) -> Memo
     for width in widths:
         if width >= block and run % width == 0:
             sizes, steps = zip(*in_memory, strict=True)
-            return MemoryRows(sizes, steps, width)
+            return MemoryRows(sizes, steps, width, math.prod(sizes))
     return None
 
 
@@ -113,15 +111,23 @@ class Packed:
     __slots__ = ("__weakref__", "cast", "dtype")
 
     def __init__(self, x: Tensor, rows: MemoryRows) -> None:
-        memory = x.as_strided(rows.sizes, rows.strides).reshape(-1, rows.width)
-        with watching(None):  # monitors measure the casts of matmuls
+        if len(rows.sizes) == 1:  # without gaps
+            memory = x.as_strided((rows.sizes[0] // rows.width, rows.width), (rows.width, 1))
+        else:
+            memory = x.as_strided(rows.sizes, rows.strides).reshape(-1, rows.width)
+        if this_thread.watch is None:
             self.cast: Quantized = quantize_rowwise(memory, BLOCKS_1X128)
+        else:
+            with watching(None) as watch:
+                watch(Packed, (memory, BLOCKS_1X128))  # apart from the casts of matmuls
+                self.cast = quantize_rowwise(memory, BLOCKS_1X128)
         self.dtype = x.dtype
 
     @property
     def nbytes(self) -> int:
         """Bytes of data and scales."""
-        return sum(part.untyped_storage().nbytes() for part in self.cast[:2])
+        data, scale, _ = self.cast
+        return data.untyped_storage().nbytes() + scale.untyped_storage().nbytes()
 
 
 class Version:
@@ -133,32 +139,31 @@ class Version:
 
     __slots__ = ("_alias", "_saved")
 
-    def __init__(self, x: Tensor, keep_memory: bool = False) -> None:
-        self._alias, self._saved = x, x._version
-        if not keep_memory:
-            self._alias = x.detach()
-            self._alias.data = x.new_empty(0)
+    def __init__(self, x: Tensor) -> None:
+        self._saved, self._alias = x._version, x.detach()
+        self._alias.data = x.new_empty(0)
 
-    def check(self, dtype: torch.dtype, shape: Sequence[int] | None, how: str = "") -> None:
+    def check(self, dtype: torch.dtype, shape: Sequence[int]) -> None:
         """Raise if the tensor was changed in place since it was saved.
 
         Args:
-            dtype, shape: of the tensor; no shape of a nested one.
-            how: in which form it was saved, for the message.
+            dtype, shape: of the tensor.
 
         Raises:
             RuntimeError: it was changed.
         """
-        if self._alias._version == self._saved:
-            return
-        of = "" if shape is None else f" {list(shape)}"
-        raise RuntimeError(
-            f"one of the variables needed for gradient computation has been modified by an "
-            f"inplace operation: a {dtype} tensor{of}{how} is at version {self._alias._version}; "
-            f"expected version {self._saved} instead. torch.autograd.set_detect_anomaly(True) "
-            f"finds the operation that failed to compute its gradient; clone the tensor before the "
-            f"change, or change it out of place"
-        )
+        version = self._alias._version
+        if version != self._saved:
+            raise _changed(f"{dtype} tensor {list(shape)}, saved in FP8,", self._saved, version)
+
+
+def _changed(what: str, saved: int, version: int) -> RuntimeError:
+    return RuntimeError(
+        f"one of the variables needed for gradient computation has been modified by an inplace "
+        f"operation: a {what} is at version {version}; expected version {saved} instead. "
+        f"torch.autograd.set_detect_anomaly(True) finds the operation that failed to compute its "
+        f"gradient; clone the tensor before the change, or change it out of place"
+    )
 
 
 class SavedTensor:
@@ -170,7 +175,6 @@ class SavedTensor:
         self._packed, self._shape, self._version = packed, x.shape, Version(x)
         self._strides = _without_gaps(x.shape, x.stride())
 
-    @torch.no_grad()
     def unpack(self) -> Tensor:
         """Return the rounded values; they lie as in the tensor, without gaps in memory.
 
@@ -178,9 +182,8 @@ class SavedTensor:
             RuntimeError: the tensor was changed in place since it was saved.
         """
         packed = self._packed
-        self._version.check(packed.dtype, self._shape, ", saved in FP8,")
-        with watching(None):
-            made: Any = dequantize(packed.cast, packed.dtype)
+        self._version.check(packed.dtype, self._shape)
+        made: Any = dequantize(packed.cast, packed.dtype)
         return made.as_strided(self._shape, self._strides)
 
 
@@ -191,8 +194,7 @@ class KeptTensor:
 
     def __init__(self, x: Tensor) -> None:
         # The node that has computed x may be the one that saves it: no reference to it through x.
-        self._tensor = x if x.is_leaf else x.detach()
-        self._version = Version(self._tensor, keep_memory=True)
+        self._tensor, self._version = x if x.is_leaf else x.detach(), x._version
 
     def unpack(self) -> Tensor:
         """Return the tensor.
@@ -200,6 +202,8 @@ class KeptTensor:
         Raises:
             RuntimeError: the tensor was changed in place since it was saved.
         """
-        x = self._tensor
-        self._version.check(x.dtype, None if x.is_nested else x.shape)
+        x, saved = self._tensor, self._version
+        if x._version != saved:
+            of = "" if x.is_nested else f" {list(x.shape)}"
+            raise _changed(f"{x.dtype} tensor{of}", saved, x._version)
         return x

@@ -17,12 +17,17 @@ from torch import Tensor, fx
 from ..ops.cast.ops import dequantize, quantize_rowwise
 from ..ops.formats import BLOCKS_1X128, Quantized
 from ..tensor.torch_internals.callers import inputs_held_by_modules
+from .graph_order import note_end, place_ops
 from .saved_kinds import MAX_HEAD, MIN_ELEMENTS
 
-PackedInGraph: TypeAlias = Tensor | tuple[Tensor, Tensor, torch.dtype]
-"""A saved tensor; or its e4m3 data in its shape, the scales and its dtype."""
+PackedInGraph: TypeAlias = Tensor | tuple[Tensor, Tensor, torch.dtype] | tuple[Tensor, int, int]
+"""A saved tensor; its e4m3 data in its shape, the scales and its dtype; or one of the heads that
+repeat, the dimension of heads and how often each repeats."""
 
 _ATTENTION = "attention", "attn"
+_IN_ORDER = "aten.view", "aten._unsafe_view", "aten.clone"
+"""Operations whose results have the elements of the input, in the same order."""
+
 _MATMULS = "blocktensor.", "aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten.convolution"
 _PROBABILITIES = "softmax", "logsumexp", "aten.amax"
 """Parts of the names of operations that compute probabilities, or begin to."""
@@ -59,18 +64,31 @@ def graphs() -> dict[str, Any] | None:
 
 
 def pack_in_graph(x: Tensor, asked: dict[str, Any]) -> PackedInGraph:
-    """Return what the forward graph saves of a tensor, and the backward graph gets."""
+    """Return what the forward graph saves of a tensor, and the backward graph gets.
+
+    Heads that repeat are saved once, exactly.
+    """
     node = asked["_node"]
+    heads = _repeated_heads(x, node)
+    if heads is not None:
+        note_end(asked)
+        dim, times = heads
+        return x.unflatten(dim, (-1, times)).select(dim + 1, 0).contiguous(), dim, times
     if not _is_activation(x, node) or node.name in _read_by_attention(asked["_bw_graph"]):
         return x
+    note_end(asked)
     data, scale, _ = quantize_rowwise(x.flatten(0, -2), BLOCKS_1X128)
     return data.view(x.shape), scale, x.dtype
 
 
-def unpack_in_graph(saved: PackedInGraph) -> Tensor:
+def unpack_in_graph(saved: PackedInGraph, asked: dict[str, Any]) -> Tensor:
     """Return the tensor with rounded values."""
     if isinstance(saved, Tensor):
         return saved
+    place_ops(asked)
+    if isinstance(saved[1], int):
+        heads, dim, times = saved
+        return heads.repeat_interleave(times, dim)
     data, scale, dtype = saved
     rows = Quantized(data.flatten(0, -2), scale, BLOCKS_1X128)
     made: Tensor = dequantize(rows, dtype).view(data.shape)
@@ -95,6 +113,29 @@ def _is_activation(x: Tensor, node: fx.Node) -> bool:
         and not _is_of_probabilities(node)
         and not _is_of_parameters(node)
     )
+
+
+def _repeated_heads(x: Tensor, node: fx.Node) -> tuple[int, int] | None:
+    """Return the dimension of heads and how often each repeats, for keys and values of groups.
+
+    Models repeat them by an added dimension, which is expanded, copied and merged into the heads.
+    """
+    while node.op == "call_function" and _is_named(node, _IN_ORDER):
+        node = node.all_input_nodes[0]
+    if not (_is_named(node, ("aten.expand",)) and x.is_contiguous()):
+        return None
+    one, expanded = (each.meta["val"].shape for each in (node.all_input_nodes[0], node))
+    for dim, times in enumerate(expanded[1:]):
+        rest = one[dim + 2 :]
+        if (
+            isinstance(times, int)
+            and times > 1
+            and one[dim + 1 : dim + 2] == (1,)
+            and expanded == (*one[: dim + 1], times, *rest)
+            and x.shape == (*one[:dim], one[dim] * times, *rest)
+        ):
+            return dim, times
+    return None
 
 
 def _is_of_probabilities(node: fx.Node) -> bool:

@@ -52,10 +52,10 @@ def why_kept(x: Tensor) -> str | None:
     if type(x) is not Tensor:
         is_parameter = isinstance(x, (nn.Parameter, MasterBase))
         return PARAMETER if is_parameter else f"a {type(x).__name__}"
-    if not is_strided(x):
-        return "not strided"
     if x.dtype not in HIGH_PRECISION:
         return "not bf16, fp16 or fp32"
+    if x.layout is not torch.strided or x.is_nested:
+        return "not strided"
     if not (x.requires_grad or hasattr(x, _ATTRIBUTE)):
         is_large = x.numel() >= MIN_ELEMENTS and x.ndim > 1
         return OF_GRAPH if is_large and is_saved_by_graph() else "needs no gradient"

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -12,6 +16,14 @@ from .packed import MemoryRows, Packed
 from .saved_kinds import PARAMETER, is_strided
 
 IN_FP8 = "FP8"
+PACKED_IN_GRAPH = "FP8, by a compiled graph"
+IN_GRAPH = "by a compiled graph"
+
+_HOW = {IN_FP8: "in FP8", PACKED_IN_GRAPH: "packed by a compiled graph"}
+"""How packed tensors are saved, by kind."""
+
+_Counts: TypeAlias = dict[tuple[str, torch.dtype, tuple[int, ...]], list[int]]
+"""The number of tensors and bytes before and after, by how they are kept, dtype and shape."""
 
 _MAX_KEPT = 10_000
 """Pieces of memory that are remembered, before those that were freed are forgotten."""
@@ -21,7 +33,7 @@ class SavedKind(NamedTuple):
     """Saved tensors of one kind.
 
     Attributes:
-        kept_as: ``"FP8"``, or why the tensors are kept as they are.
+        kept_as: ``"FP8"``, ``"FP8, by a compiled graph"``, or why the tensors are kept as they are.
         dtype, shape: of the tensors.
         tensors: their number; tensors that share memory count once.
         bytes_before: memory that autograd would hold.
@@ -37,16 +49,24 @@ class SavedKind(NamedTuple):
 
 
 class SavedReport(Report):
-    """Count the tensors that autograd has saved since :meth:`start_counting`."""
+    """Count the tensors that autograd has saved since :meth:`start_counting`.
+
+    Graphs that were compiled meanwhile, at any time, count as one run of each.
+    """
 
     def __init__(self) -> None:
-        self._counts: dict[tuple[str, str, tuple[int, ...]], list[int]] = {}
+        self._counts: _Counts = {}
+        self._of_graphs: _Counts = {}
         self._kept: dict[int, StorageWeakRef] = {}
 
     @property
     def kinds(self) -> tuple[SavedKind, ...]:
         """Return the kinds of saved tensors, largest first; a model holds its parameters itself."""
-        kinds = (SavedKind(*key, *counts) for key, counts in self._counts.items())
+        counts = itertools.chain(self._counts.items(), self._of_graphs.items())
+        kinds = (
+            SavedKind(kept_as, str(dtype).removeprefix("torch."), tuple(shape), *sums)
+            for (kept_as, dtype, shape), sums in counts
+        )
         return tuple(sorted(kinds, key=lambda kind: -kind.bytes_before))
 
     @property
@@ -74,7 +94,7 @@ class SavedReport(Report):
                 kind.tensors,
                 human_bytes(kind.bytes_before),
                 human_bytes(kind.bytes_after),
-                "in FP8" if kind.kept_as == IN_FP8 else f"as it is: {kind.kept_as}",
+                _HOW.get(kind.kept_as, f"as it is: {kind.kept_as}"),
             )
             for kind in self.kinds
         ]
@@ -95,7 +115,7 @@ class SavedReport(Report):
 
     def count_packed(self, x: Tensor, rows: MemoryRows, packed: Packed) -> None:
         """Count a tensor that was packed for its first saver."""
-        self._count(IN_FP8, x, rows.numel * x.itemsize, packed.nbytes)
+        _add(self._counts, IN_FP8, x.dtype, x.shape, rows.numel * x.itemsize, packed.nbytes)
 
     def holds(self, x: Tensor) -> bool:
         """Return True if a tensor in the same memory is kept: a cast would only add to it."""
@@ -107,20 +127,59 @@ class SavedReport(Report):
             return
         if len(self._kept) > _MAX_KEPT:  # one context around many steps
             self._kept = {key: kept for key, kept in self._kept.items() if not kept.expired()}
-        count = 0
-        for part in _parts_of(x):
-            storage = part.untyped_storage()
-            if storage._cdata not in self._kept:
-                self._kept[storage._cdata] = StorageWeakRef(storage)  # reserves the address
-                count += storage.nbytes()
+        is_plain = type(x) is Tensor and x.layout is torch.strided and not x.is_nested
+        count = self._keep(x) if is_plain else sum(map(self._keep, _parts_of(x)))
         if count:
-            self._count(reason, x, count, count)
+            _add(self._counts, reason, x.dtype, x.shape, count, count)
 
-    def _count(self, kept_as: str, x: Tensor, before: int, after: int) -> None:
-        key = kept_as, str(x.dtype).removeprefix("torch."), tuple(x.shape)
-        counts = self._counts.setdefault(key, [0, 0, 0])
-        for i, more in enumerate((1, before, after)):
-            counts[i] += more
+    def _keep(self, x: Tensor) -> int:
+        """Return the bytes of memory that is kept from now on."""
+        storage = x.untyped_storage()
+        key = storage._cdata
+        if key in self._kept:
+            return 0
+        self._kept[key] = StorageWeakRef(storage)  # reserves the address
+        return storage.nbytes()
+
+    def count_in_graph(self, x: Tensor, saved: Tensor | Sequence[object]) -> None:
+        """Count an intermediate of a compiled graph.
+
+        Args:
+            x: the intermediate.
+            saved: what the graph saves: x itself, or tensors and constants.
+        """
+        kept_as = IN_GRAPH if isinstance(saved, Tensor) else PACKED_IN_GRAPH
+        parts = [saved] if isinstance(saved, Tensor) else saved
+        sizes = tuple(map(_hint, x.shape))
+        after = sum(
+            math.prod(map(_hint, part.shape)) * part.itemsize
+            for part in parts
+            if isinstance(part, Tensor)
+        )
+        _add(self._of_graphs, kept_as, x.dtype, sizes, math.prod(sizes) * x.itemsize, after)
+
+
+def _add(
+    counts: _Counts,
+    kept_as: str,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    before: int,
+    after: int,
+) -> None:
+    key = kept_as, dtype, shape
+    sums = counts.get(key)
+    if sums is None:
+        counts[key] = [1, before, after]
+        return
+    sums[0] += 1
+    sums[1] += before
+    sums[2] += after
+
+
+def _hint(size: Any) -> int:
+    """Return a size; of a symbolic one, the size for which the graph was traced."""
+    return size if isinstance(size, int) else size.node.hint
 
 
 def _parts_of(x: Tensor) -> list[Tensor]:

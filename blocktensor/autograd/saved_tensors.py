@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
+from ..tensor.torch_internals.frames import never_compiled
 from .around_forward import AroundForward
 from .packed import KeptTensor, SavedTensor, rows_of
 from .packed_in_graphs import (
@@ -92,7 +93,11 @@ class SavedTensors(SavedReport):
         return Registered(self, module)
 
     def _pack(self, x: Tensor) -> SavedTensor | KeptTensor:
-        reason = self._why_kept(x)
+        reason = why_kept(x)
+        if reason is None and not self.enabled:
+            reason = "not enabled"
+        if reason is None and _in_backward():
+            reason = "saved in a backward"
         if reason == OF_GRAPH and self.enabled:
             _warn_of_graphs()
         rows = rows_of(x) if reason is None else None
@@ -103,13 +108,6 @@ class SavedTensors(SavedReport):
         if is_new:
             self.count_packed(x, rows, packed)
         return SavedTensor(x, packed)
-
-    def _why_kept(self, x: Tensor) -> str | None:
-        if reason := why_kept(x):
-            return reason
-        if _in_backward():
-            return "saved in a backward"
-        return None if self.enabled else "not enabled"
 
 
 class Registered(AroundForward):
@@ -139,21 +137,18 @@ class _Entered:
     Attributes:
         context: the context.
         owner: the context itself, or the hooks of a module that have entered it.
+        packs: True if it has hooks, which are torch's innermost ones if no later entry has.
     """
 
     def __init__(self, context: SavedTensors, owner: object) -> None:
         self.context, self.owner = context, owner
-        self._hook: Any = None
+        self.packs, self._hook = False, None
         top = _top_hooks()
         saves_nothing = top is not None and getattr(top[0], "__module__", None) == _CHECKPOINT
         if not (saves_nothing or _in_backward()):
             self._hook, unpack = _hooks(context.enabled, "torch._dynamo" in sys.modules)
             torch._C._autograd._push_saved_tensors_default_hooks(self._hook, unpack)
-
-    @property
-    def packs(self) -> bool:
-        """Return True if it has hooks, which are torch's innermost ones if no later entry has."""
-        return self._hook is not None
+            self.packs = True
 
     def end(self) -> None:
         """Remove the hooks of torch."""
@@ -175,7 +170,7 @@ def _hooks(enabled: bool, has_dynamo: bool) -> tuple[Any, Any]:
         enabled: whether they pack; AOTAutograd inlines these alone.
         has_dynamo: whether Dynamo is imported, which ``_untraced`` depends on.
     """
-    pack, unpack = _untraced(_pack), _untraced(_unpack)
+    pack, unpack = _pack, _untraced(_unpack)
     return (inlined_hook(pack), inlined_hook(unpack)) if enabled else (pack, unpack)
 
 
@@ -194,18 +189,30 @@ def _top_hooks() -> Any:
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
+@never_compiled
 def _pack(x: Tensor) -> SavedTensor | KeptTensor | PackedInGraph:
+    if type(x) is not Tensor:  # compilers trace with other types
+        asked = graphs()
+        if asked is not None:
+            return pack_in_graph(x, asked)
+    return _innermost()._pack(x)
+
+
+def _unpack(saved: Any) -> Tensor:
+    if isinstance(saved, (SavedTensor, KeptTensor)):
+        return saved.unpack()
     asked = graphs()
-    if asked is not None:
-        return pack_in_graph(x, asked)
-    packing = next(each for each in reversed(_this_thread.entered) if each.packs)
-    return packing.context._pack(x)
+    assert asked is not None
+    _innermost().count_in_graph(asked["_node"].meta["val"], saved)
+    return unpack_in_graph(saved, asked)
 
 
-def _unpack(saved: SavedTensor | KeptTensor | PackedInGraph) -> Tensor:
-    return (
-        saved.unpack() if isinstance(saved, (SavedTensor, KeptTensor)) else unpack_in_graph(saved)
-    )
+def _innermost() -> SavedTensors:
+    entered = _this_thread.entered
+    last = entered[-1]
+    if last.packs:
+        return last.context
+    return next(each.context for each in reversed(entered) if each.packs)
 
 
 def _warn_of_graphs() -> None:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..autograd.packed import Packed
 from ..model.matrix import fp8_weights
 from ..model.names import check_module
 from ..model.running_module import ModuleTracker
@@ -121,9 +122,9 @@ class Monitor(Report):
             )
 
     def health(self) -> dict[int, dict[str, dict[str, Health]]]:
-        """Return the figures of measured steps by step, layer, and ``"x"``, ``"w"`` or ``"g"``.
+        """Return the figures of measured steps by step, layer and operand.
 
-        Waits for the GPU.
+        Operands are ``"x"``, ``"w"``, ``"g"`` and ``"saved"``. Waits for the GPU.
         """
         return {step: _by_layer(*found) for step, found in self._measured.items()}
 
@@ -206,8 +207,9 @@ def monitor(model: nn.Module, every: int = 100) -> Monitor:
 
     For each FP8 layer it measures the input ``x``, the weight ``w`` and the gradient of the output
     ``g``, of at most 256 rows each. The inputs of all matmuls of a module of experts are
-    measured together. A measured step computes the same bits; it takes longer, and compiled regions
-    and fused modules run op by op in it. Each rank measures its own parts.
+    measured together. ``saved`` are the tensors that ``saved_tensors_in_fp8`` has packed while a
+    module ran, except in its submodules. A measured step computes the same bits; it takes longer,
+    and compiled regions and fused modules run op by op in it. Each rank measures its own parts.
 
     Raises:
         TypeError: ``model`` is no module.
@@ -246,11 +248,12 @@ class _Casts:
         place = self._tracker.place()
         if op is gradient_of_logits:
             self._gradient = weakref.ref(args[0])
-        if op not in _CASTS or place.recomputed:
+        if not (op is Packed or op in _CASTS) or place.recomputed:
             return
         format = next(x for x in args if isinstance(x, BlockFormat))
         if format.rows == 1:  # weights have square blocks
-            key = place.module, "g" if place.in_backward or self._gradient() is args[0] else "x"
+            is_gradient = place.in_backward or self._gradient() is args[0]
+            key = place.module, "saved" if op is Packed else "g" if is_gradient else "x"
             made = self._measured(args[0], format)
             self._found[key] = _joined(self._found[key], made) if key in self._found else made
 

@@ -1,27 +1,29 @@
 """Random programs: gradients as with rounded tensors, and errors as in plain torch.
 
-``BLOCKTENSOR_PROGRAMS=600`` runs them for so many seconds.
+``BLOCKTENSOR_PROGRAMS=600`` runs others, for some 600 seconds.
 """
 
 from __future__ import annotations
 
 import os
-import random
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import checkpoint
 
 from blocktensor import saved_tensors_in_fp8
 from tests.support.models import randn
 from tests.support.saved import rounding
 
 T, K = 64, 384
-SECONDS = float(os.environ.get("BLOCKTENSOR_PROGRAMS", "0"))
+SECONDS = int(os.environ.get("BLOCKTENSOR_PROGRAMS", "0"))
 
 VIEWS: list[Callable[[Tensor], Tensor]] = [
     lambda x: x.view(2, -1, K),
@@ -60,77 +62,133 @@ CHANGES: list[Callable[[Tensor], Any]] = [
 ]
 
 
-class Program:
-    """A random program, which takes the same course every time.
+WAYS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "matmul": lambda x, w: x @ w,
+    "checkpoint": lambda x, w: checkpoint(_block, x, w, use_reentrant=False),
+    "reentrant checkpoint": lambda x, w: checkpoint(_block, x, w, use_reentrant=True),
+}
+
+
+def _block(x: Tensor, w: Tensor) -> Tensor:
+    return F.silu(x.sin() @ w) * x
+
+
+def steps(**functions: Any) -> Any:
+    """Steps of these kinds: which tensor they take, and a function."""
+    return st.one_of(
+        st.tuples(st.just(kind), st.integers(0, 9), st.sampled_from(of))
+        for kind, of in functions.items()
+    )
+
+
+STEPS = steps(
+    way=[*WAYS.values()],
+    save=SAVES,
+    view=VIEWS,
+    change=CHANGES,
+    no_grad=CHANGES,
+    drop=[None],
+    twice=SAVES,
+    hook=[lambda g: g * 0.5, lambda g: g.clone()],
+    offloaded=SAVES,
+    excluded=SAVES,
+)
+
+
+class Way(NamedTuple):
+    """How a program saves tensors: in a context, and in another one inside of it."""
+
+    context: Callable[[], Any]
+    excluded: Callable[[], Any]
+
+
+PLAIN = Way(nullcontext, nullcontext)
+ROUNDED = Way(rounding, lambda: rounding(lambda x: False))
+PACKED = Way(saved_tensors_in_fp8, lambda: saved_tensors_in_fp8(enabled=False))
+
+
+class Program(nn.Module):
+    """A program, which takes the same course every time.
 
     It has tensors ``[T, K]``, which it computes, views, changes in place and drops.
     """
 
-    def __init__(self, seed: int) -> None:
-        choice = random.Random(seed)
-        self.dtype = choice.choice([torch.bfloat16, torch.float32, torch.float16])
-        self.steps: list[tuple[str, int, Any]] = []
-        for _ in range(choice.randint(4, 14)):
-            kind = choice.choices(
-                ["matmul", "save", "view", "change", "no_grad", "drop", "twice"],
-                [3, 4, 4, 2, 1, 1, 1],
-            )[0]
-            of = {"save": SAVES, "view": VIEWS, "change": CHANGES, "no_grad": CHANGES}.get(kind)
-            self.steps.append((kind, choice.randrange(100), of and choice.choice(of)))
-        self.saver = choice.choice(SAVES)
-        self.retains = choice.random() < 0.3
-        self.seed = seed
+    def __init__(self, drawn: list[Any], saver: Any, dtype: torch.dtype, backwards: int) -> None:
+        super().__init__()
+        self.steps, self.saver, self.dtype, self.backwards = drawn, saver, dtype, backwards
+        self.excluded: Any = nullcontext
 
     def forward(self, x: Tensor, w: Tensor) -> Tensor:
         """Run the program; return the sum of what all its parts computed."""
-        tensors = [x @ w]
-        outputs = []
+        tensors, outputs = [x @ w], []
         for kind, which, function in self.steps:
             chosen = tensors[which % len(tensors)]
-            if kind == "matmul":
-                tensors.append(chosen @ w)
+            if kind == "way":
+                tensors.append(function(chosen, w))
             elif kind == "save":
                 tensors.append(function(chosen))
             elif kind == "view":
                 outputs.append(self.saver(function(chosen)).sum())
             elif kind == "twice":
-                outputs += [self.saver(chosen).sum(), chosen.view(-1).sin().sum()]
-            elif kind == "change":
-                function(chosen)
-            elif kind == "no_grad":
-                with torch.no_grad():
+                outputs += [function(chosen).sum(), chosen.view(-1).sin().sum()]
+            elif kind == "hook":
+                chosen.register_hook(function)
+            elif kind == "offloaded":
+                with save_on_cpu():
+                    outputs.append(function(chosen).sum())
+            elif kind == "excluded":
+                with self.excluded():
+                    outputs.append(function(chosen).sum())
+            elif kind == "drop":
+                if len(tensors) > 1:
+                    del tensors[which % len(tensors)], chosen
+            else:
+                with torch.set_grad_enabled(kind == "change"):
                     function(chosen)
-            elif len(tensors) > 1:
-                del tensors[which % len(tensors)], chosen
         return torch.stack([*outputs, *(each.sum() for each in tensors)]).float().sum()
 
-    def run(self, context: Any) -> list[Tensor] | str:
+    def run(self, way: Way, registers: bool = False) -> list[Tensor] | str:
         """The gradients of the input and the weight; or the beginning of an error."""
-        x = randn(T, K, seed=self.seed, dtype=self.dtype).requires_grad_()
+        x = randn(T, K, seed=0, dtype=self.dtype).requires_grad_()
         w = nn.Parameter((randn(K, K, seed=1, dtype=torch.float32) / 16).to(self.dtype))
+        self.excluded, context = way.excluded, way.context()
+        handle = context.register(self) if registers else None
         try:
-            with context:
-                loss = self.forward(x, w)
-            if self.retains:
-                torch.autograd.grad(loss, x, retain_graph=True)
-            return [*torch.autograd.grad(loss, (x, w))]
+            with nullcontext() if registers else context:
+                loss = self(x, w)
+            for _ in range(self.backwards):
+                loss.backward(retain_graph=self.backwards > 1)
         except RuntimeError as error:
             return str(error)[:80]
+        finally:
+            if handle is not None:
+                handle.remove()
+        assert x.grad is not None
+        assert w.grad is not None
+        return [x.grad, w.grad]
 
 
 def test_random_programs() -> None:
-    end, seed, refused = time.monotonic() + SECONDS, 0, 0
-    while seed < 150 or time.monotonic() < end:
-        program = Program(seed)
-        plain = program.run(nullcontext())
-        made = program.run(saved_tensors_in_fp8())
+    refused = []
+
+    @settings(max_examples=150 + 10 * SECONDS, deadline=None, derandomize=SECONDS == 0)
+    @given(
+        drawn=st.lists(STEPS, min_size=3, max_size=14),
+        saver=st.sampled_from(SAVES),
+        dtype=st.sampled_from([torch.bfloat16, torch.float32, torch.float16]),
+        backwards=st.integers(1, 2),
+        registers=st.booleans(),
+    )
+    def check(registers: bool, **program: Any) -> None:
+        made = Program(**program)
+        plain, packed = made.run(PLAIN), made.run(PACKED, registers)
+        refused.append(isinstance(plain, str))
         if isinstance(plain, str):
-            refused += 1
-            assert made == plain, (seed, plain, made)
-        else:
-            wanted = program.run(rounding())
-            assert not isinstance(made, str), (seed, made)
-            for a, b in zip(made, wanted, strict=True):
-                torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True, msg=str(seed))
-        seed += 1
-    assert 0.05 < refused / seed < 0.6  # both kinds are tested
+            assert packed == plain
+            return
+        assert not isinstance(packed, str), packed
+        for a, b in zip(packed, made.run(ROUNDED), strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+    check()
+    assert 0.05 < sum(refused) / len(refused) < 0.6  # both kinds are tested

@@ -203,7 +203,7 @@ def test_dispatch_modes() -> None:
     assert counter.get_total_flops() > 0
 
 
-def test_a_monitor_does_not_measure_packing() -> None:
+def test_a_monitor_measures_packing_by_itself() -> None:
     made = model(True)
 
     def figures(context: Any) -> dict[str, float]:
@@ -212,7 +212,11 @@ def test_a_monitor_does_not_measure_packing() -> None:
             made(data()).sum().backward()
         return health.scalars()
 
-    assert figures(saved_tensors_in_fp8()).keys() == figures(nullcontext()).keys()
-    outside = {name: x for name, x in figures(nullcontext()).items() if "/x/" in name}
-    packing = figures(saved_tensors_in_fp8())
-    assert {name: packing[name] for name in outside} == outside
+    outside, inside = figures(nullcontext()), figures(saved_tensors_in_fp8())
+    packed = {name: x for name, x in inside.items() if "/saved/" in name}
+    assert inside.keys() - packed.keys() == outside.keys()
+    inputs = {name: x for name, x in outside.items() if "/x/" in name}
+    assert {name: inside[name] for name in inputs} == inputs
+    sqnrs = {name: x for name, x in packed.items() if name.endswith("/sqnr")}
+    assert sqnrs.keys() == {f"fp8/{i}{of}/saved/sqnr" for i in (1, 2) for of in ("", ".norm")}
+    assert all(30 < x < 34 for x in sqnrs.values())

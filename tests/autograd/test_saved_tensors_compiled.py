@@ -8,7 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch import Tensor, fx, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
 
 from blocktensor import saved_tensors_in_fp8
 from tests.support.models import randn
@@ -43,6 +47,23 @@ def test_a_compiled_graph_packs_its_intermediates() -> None:
     with saved_tensors_in_fp8():
         saved = saved_by_graph(function(x), x, w)
     assert [x.dtype for x in saved if x.numel() >= K] == [torch.float8_e4m3fn]
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_report_counts_compiled_graphs(dynamic: bool) -> None:
+    """A graph counts where it was compiled, in every forward."""
+    made, x, saved = small_model(), data().requires_grad_(), saved_tensors_in_fp8()
+    run = compiled(lambda x: made(x.exp()).sin(), fullgraph=True, dynamic=dynamic)
+    for _ in range(2):
+        with saved:
+            by_graph = saved_by_graph(run(x), x, *made.parameters())
+        assert sum(kind.tensors for kind in saved.kinds) == 4
+        assert saved.bytes_after == sum(t.nbytes for t in by_graph)
+        assert saved.bytes_after == pytest.approx(saved.bytes_before * (1 + 4 / 128) / 2)
+    assert "packed by a compiled graph" in str(saved)
+    with saved_tensors_in_fp8() as other:
+        run(x)
+    assert other.bytes_before == 0
 
 
 @pytest.mark.parametrize("fp8", [False, True])
@@ -119,6 +140,71 @@ def test_a_compiled_graph_keeps_what_attention_reads() -> None:
             y = made(x)
         gradients_of.append(torch.autograd.grad(y.float().square().sum(), [x, *weights]))
     assert_bits(*gradients_of)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_compiled_graph_saves_repeated_heads_once(dynamic: bool) -> None:
+    """Keys of groups of queries are saved before they repeat, exactly."""
+
+    def function(x: Tensor) -> Tensor:
+        q, k = x.view(2, -1, 8, 64).transpose(1, 2), x.view(2, -1, 8, 64)[:, :, :2].transpose(1, 2)
+        k = k.exp()[:, :, None].expand(-1, -1, 4, -1, -1).reshape(q.shape)
+        return F.scaled_dot_product_attention(q, k, k)
+
+    made, gradients_of, bytes_of = compiled(function, fullgraph=True, dynamic=dynamic), [], []
+    for context in (nullcontext(), saved_tensors_in_fp8()):
+        x = data().requires_grad_()
+        with context:
+            y = made(x)
+        bytes_of.append(sum(t.nbytes for t in saved_by_graph(y, x)))
+        gradients_of.append(torch.autograd.grad(y.float().square().sum(), x))
+    assert_bits(*map(list, gradients_of))
+    assert bytes_of[0] - bytes_of[1] == 3 / 4 * 2 * T * K * 2
+
+
+class Measured(fx.Interpreter):
+    """A graph that measures how many bytes of what it computes exist at once."""
+
+    def __init__(self, graph: fx.GraphModule, peaks: list[int]) -> None:
+        super().__init__(graph)
+        self.peaks, self.made = peaks, {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        made = super().run_node(n)
+        if n.op == "call_function":
+            for tensor in tree_leaves(made):
+                storage = tensor.untyped_storage()
+                self.made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self.made = {key: each for key, each in self.made.items() if not each[0].expired()}
+        self.peaks[-1] = max(self.peaks[-1], sum(nbytes for _, nbytes in self.made.values()))
+        return made
+
+    def run(self, *args: Any, **options: Any) -> Any:
+        self.peaks.append(0)
+        return super().run(*args, **options)
+
+
+def test_compiled_graphs_pack_tensors_one_after_the_other() -> None:
+    """Neither graph has all tensors in high precision at once."""
+    made, x = model(fp8=True, layers=4).requires_grad_(False), data().requires_grad_()
+    peaks_of = []
+    for context in (nullcontext(), saved_tensors_in_fp8()):
+        peaks: list[int] = []
+
+        def measured(graph: fx.GraphModule, _: Any, peaks: list[int] = peaks) -> Any:
+            return make_boxed_func(Measured(graph, peaks).run)
+
+        torch._dynamo.reset()
+        backend = aot_autograd(
+            fw_compiler=measured, partition_fn=min_cut_rematerialization_partition
+        )
+        with context:
+            y = torch.compile(made, backend=backend, fullgraph=True)(x)
+        y.float().square().sum().backward()
+        peaks_of.append(peaks)
+    forward, backward = (after / before for before, after in zip(*peaks_of, strict=True))
+    assert forward < 0.9
+    assert backward < 0.65
 
 
 def test_a_compiled_module_with_hooks() -> None:

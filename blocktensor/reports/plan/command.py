@@ -24,6 +24,7 @@ _FLAGS = {
     "fuse": "with blocktensor.fuse",
     "recompute": "fuse(model, recompute=True)",
     "share_inputs": "with blocktensor.share_inputs",
+    "saved_tensors_in_fp8": "blocks run in blocktensor.saved_tensors_in_fp8",
     "convert_head": "the head in FP8, too",
 }
 _SWITCHES = {

@@ -91,6 +91,16 @@ class Run:
         """Return True if ``fuse`` runs a norm."""
         return self.setup.fuse and self.fp8 and norm.feeds_fp8
 
+    @property
+    def packs(self) -> bool:
+        """True if activations are saved in FP8; with checkpointing, inputs of blocks alone."""
+        return self.fp8 and self.setup.saved_tensors_in_fp8
+
+    def saved_size(self, size: float) -> float:
+        """Return bytes of a saved element that attention does not read, and has ``size`` bytes."""
+        packs = self.packs and self.setup.checkpointing == "none"
+        return form_bytes(1, BLOCK) if packs else size
+
     def fp8_elements(self, block: Block) -> int:
         """Return values of the block's weights that run in FP8."""
         return block.fp8_elements if self.fp8 else 0
@@ -173,9 +183,9 @@ def saved_bytes(block: Block, run: Run) -> float:
 
 def _of_norm(norm: Norm, run: Run) -> float:
     """Return bytes that a norm saves: x and 1 / rms; written out, x in fp32 and x / rms."""
-    size = run.setup.residual_bytes
+    size = run.saved_size(run.setup.residual_bytes)
     if norm.is_written_out and run.setup.is_eager and not run.is_fused_norm(norm):
-        return norm.width * (_FP32 + (size if run.trains else 0)) + _FP32
+        return norm.width * (run.saved_size(_FP32) + (size if run.trains else 0)) + _FP32
     return norm.width * size + _FP32
 
 
@@ -185,17 +195,17 @@ def _input_bytes(readers: list[Matmul], run: Run, in_attention: bool = False) ->
     ``in_attention``: attention saves it in bf16 already.
     """
     first = readers[0]
-    elements, setup = first.k * first.rows, run.setup
+    elements, setup, size = first.k * first.rows, run.setup, run.saved_size(_BF16)
     if not run.trains:  # adapters read it
         if setup.lora is None or first.experts > 1:
             return 0.0
-        read = 0.0 if in_attention else _BF16 * elements
-        return read + _BF16 * setup.lora * len(readers)
+        read = 0.0 if in_attention else size * elements
+        return read + size * setup.lora * len(readers)
     fp8 = [m for m in readers if run.in_fp8(m)]
     total = 0.0
     keeps_input = len(fp8) < len(readers) or (fp8 and setup.recipe.wgrad_input_format is None)
     if keeps_input and not in_attention:
-        total += _BF16 * elements
+        total += size * elements
     if fp8 and setup.recipe.wgrad_input_format is not None:
         total += setup.input_bytes * elements * (1 if setup.shares_casts else len(fp8))
     return total
@@ -203,14 +213,14 @@ def _input_bytes(readers: list[Matmul], run: Run, in_attention: bool = False) ->
 
 def _of_mlp(mlp: Mlp, is_fused: bool, run: Run) -> float:
     """Return bytes saved between the linear layers of an MLP; routed rows too."""
-    features = mlp.hidden * mlp.rows
+    features, size = mlp.hidden * mlp.rows, run.saved_size(_BF16)
     if not mlp.is_gated:
-        total = _BF16 * features  # the activation's input; the matmul saves its output
+        total = size * features  # the activation's input; the matmul saves its output
     else:
         in_eager = 0 if is_fused or not run.setup.is_eager else 1  # silu(gate)
-        total = _BF16 * features * (2 + in_eager)
+        total = size * features * (2 + in_eager)
     if mlp.is_stack:  # the output, for the gradients of the router's weights
-        total += _BF16 * mlp.width * mlp.rows
+        total += size * mlp.width * mlp.rows
     return total
 
 
@@ -235,18 +245,21 @@ def _backward_of(mlp: Mlp, block: Block, run: Run) -> float:
         gradient = down.elements * (_BF16 if setup.is_sharded else setup.master_bytes)
     routed = _BF16 * tokens * mlp.width * mlp.rows if mlp.is_stack else 0.0
     form = down.elements if run.trains and is_fp8 and run.form_bytes(block) else 0
+    # gate and up exist in bf16 while an op reads them
+    is_packed = run.saved_size(_BF16) < _BF16
+    unpacked = features * _BF16 * (2 if mlp.is_gated else 1) if is_packed else 0.0
     if run.is_fused(mlp, block):
         forms = 2 if setup.recompute else 4
         of_forms = forms * form_bytes(1, BLOCK)
-        return features * (_BF16 + of_forms) + gradient - form + routed
+        return features * (_BF16 + of_forms) + unpacked + gradient - form + routed
     if not mlp.is_gated:
-        return features * 2 * _BF16 + gradient - form + routed
+        return features * 2 * _BF16 + unpacked + gradient - form + routed
     freed = 0.0  # the input of down; compilers keep one in bf16 until the weight gradient is done
     keeps_form = is_fp8 and setup.recipe.wgrad_input_format is not None
     if run.trains and (keeps_form or setup.is_eager):
         freed = features * (setup.input_bytes if is_fp8 else _BF16)
     gradients = 3 if setup.is_eager else 2
-    return features * gradients * _BF16 + gradient - freed - form + routed
+    return features * gradients * _BF16 + unpacked + gradient - freed - form + routed
 
 
 def head_bytes(run: Run) -> float:
@@ -293,7 +306,7 @@ def _activations(run: Run, held: tuple[Block, ...]) -> float:
     """Return bytes saved by these blocks, with checkpointing only the input of each."""
     tokens = run.setup.tokens
     if run.setup.checkpointing == "blocks":
-        size = run.setup.residual_bytes
+        size = form_bytes(1, BLOCK) if run.packs else run.setup.residual_bytes
         return float(sum(size * tokens * block.width for block in held))
     return tokens * sum(saved_bytes(block, run) for block in held)
 

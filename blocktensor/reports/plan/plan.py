@@ -49,6 +49,7 @@ def plan(
     fuse: bool = False,
     recompute: bool = False,
     share_inputs: bool = False,
+    saved_tensors_in_fp8: bool = False,
     compile: Compile = "none",
     convert_head: bool = False,
     loss: Loss = "logits",
@@ -84,6 +85,8 @@ def plan(
         fuse: the run calls ``blocktensor.fuse``.
         recompute: it calls ``fuse(model, recompute=True)``.
         share_inputs: it calls ``blocktensor.share_inputs``.
+        saved_tensors_in_fp8: blocks run in ``blocktensor.saved_tensors_in_fp8``; in bf16 they do
+            not.
         compile: ``"blocks"`` or ``"model"``: what ``torch.compile`` compiles.
         convert_head: the head runs in FP8, too.
         loss: ``"logits"``: all logits, their loss in fp32. ``"chunks"``: of the head in FP8 by
@@ -123,6 +126,7 @@ def plan(
         fuse=fuse,
         recompute=recompute,
         share_inputs=share_inputs,
+        saved_tensors_in_fp8=saved_tensors_in_fp8,
         compile=compile,
         convert_head=convert_head,
         loss=loss,

@@ -167,6 +167,7 @@ def _chosen(setup: Setup) -> list[str]:
     chosen = {
         "fuse": setup.fuse,
         "share_inputs": setup.share_inputs,
+        "saved tensors in FP8": setup.saved_tensors_in_fp8,
         "head in FP8": setup.convert_head,
         "loss in chunks": setup.loss == "chunks",
         "checkpointing": setup.checkpointing == "blocks",

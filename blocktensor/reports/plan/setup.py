@@ -47,6 +47,7 @@ class Setup:
     fuse: bool = False
     recompute: bool = False
     share_inputs: bool = False
+    saved_tensors_in_fp8: bool = False
     compile: Compile = "none"
     convert_head: bool = False
     loss: Loss = "logits"
@@ -143,7 +144,16 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "compile": get_args(Compile),
     "loss": get_args(Loss),
     **dict.fromkeys(
-        ("reshard", "fuse", "recompute", "share_inputs", "convert_head", "clip", "skip_small"),
+        (
+            "reshard",
+            "fuse",
+            "recompute",
+            "share_inputs",
+            "saved_tensors_in_fp8",
+            "convert_head",
+            "clip",
+            "skip_small",
+        ),
         (True, False),
     ),
 }

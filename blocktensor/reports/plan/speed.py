@@ -14,13 +14,13 @@ from typing import NamedTuple
 import torch
 
 from ...ops.devices import CARDS
-from ...ops.formats import BlockFormat
+from ...ops.formats import BLOCK, BlockFormat
 from ...ops.gemm.choose_backend import GemmProblem, predict_gemm
 from ...ops.scale_layouts import columnwise_width
 from ..predict import CAST_US, HOST_US, RATES, bf16_matmul_us
 from .describe import Block, Matmul
-from .memory import STATE_BYTES, Run
-from .setup import NODE
+from .memory import STATE_BYTES, Run, saved_bytes
+from .setup import NODE, form_bytes
 
 FPROP, DGRAD, WGRAD = "fprop", "dgrad", "wgrad"
 CASTS, ATTENTION, ELEMENTWISE = "casts", "attention", "norms, activations, sums"
@@ -179,7 +179,7 @@ def _block(block: Block, run: Run) -> dict[str, float]:
     for matmul in block.matmuls:
         for kind, us in _matmul(matmul, run).items():
             parts[kind] += us
-    parts[CASTS] = _casts(block, run)
+    parts[CASTS] = _casts(block, run) + _packing(block, run)
     parts[ATTENTION] = _attention_flops(block, run) / attention_rate(setup.sequence)
     rate = RATES[setup.card].bytes
     parts[ELEMENTWISE] = setup.tokens * _elementwise(block, run) / rate
@@ -264,6 +264,20 @@ def _casts(block: Block, run: Run) -> float:
         moved += 20 * tokens * mlp.rows * mlp.hidden
         launches += 3
     return moved / rate + CAST_US * launches
+
+
+def _packing(block: Block, run: Run) -> float:
+    """Return microseconds to pack saved tensors and to unpack each of them once."""
+    setup = run.setup
+    if not run.packs:
+        return 0.0
+    if setup.checkpointing == "blocks":
+        elements = float(block.width)
+    else:
+        plain = Run(run.model, setup.changed(saved_tensors_in_fp8=False), run.fp8)
+        less = saved_bytes(block, plain) - saved_bytes(block, run)
+        elements = less / (_BF16 - form_bytes(1, BLOCK))
+    return 2 * (_BF16 + 1) * elements * setup.tokens / RATES[setup.card].bytes
 
 
 def _weight_cast(matmul: Matmul, run: Run) -> float:

@@ -1,4 +1,4 @@
-"""Keep Dynamo from compiling a function by itself, where it may inline the function in a caller.
+"""Keep Dynamo from compiling a function by itself, where it may inline it in a caller, or at all.
 
 Where a graph breaks, Dynamo compiles the functions that the uncompiled code calls. What they return
 is an output of a graph.
@@ -19,8 +19,19 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 def only_inlined(function: _Function) -> _Function:
     """Let a function run eagerly, unless a caller that is compiled calls it."""
-    action, frames = _frames._FrameAction, _frames._FrameExecStrategy
-    strategy = frames(action.SKIP, action.DEFAULT)  # this frame alone
+    return _skipped(function, _frames._FrameAction.DEFAULT)
+
+
+def never_compiled(function: _Function) -> _Function:
+    """Let a function and all that it calls run eagerly, between graphs too.
+
+    ``torch.compiler.disable`` does that with eight calls for each call.
+    """
+    return _skipped(function, _frames._FrameAction.SKIP)
+
+
+def _skipped(function: _Function, action_of_callees: Any) -> _Function:
+    strategy = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, action_of_callees)
     _frames.set_code_exec_strategy(function.__code__, strategy)
     return function
 

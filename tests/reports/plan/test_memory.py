@@ -32,6 +32,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "fp8, high precision": {"recipe": bt.Recipe(wgrad_input="high_precision")},
     "fp8, shared": {"share_inputs": True},
     "fp8, fused": {"fuse": True},
+    "fp8, packed": {"saved_tensors_in_fp8": True},
+    "fp8, high precision, packed": {
+        "saved_tensors_in_fp8": True,
+        "recipe": bt.Recipe(wgrad_input="high_precision"),
+    },
+    "fp8, fused, packed": {"fuse": True, "saved_tensors_in_fp8": True},
     "bf16, frozen": {},
     "fp8, frozen": {},
 }
@@ -52,7 +58,12 @@ def test_activations_are_what_autograd_saves(variant: str) -> None:
     if "fused" in variant:
         assert bt.fuse(model).fused
     x = torch.randn(2, 256, SHAPE.dim, dtype=torch.bfloat16, requires_grad=True)
-    saved = saved_by_autograd(model, model, x)
+    if "packed" in variant:
+        with bt.saved_tensors_in_fp8() as packed:
+            model(x * 1)
+        saved = packed.bytes_after
+    else:
+        saved = saved_by_autograd(model, model, x)
     counted = run.setup.tokens * sum(memory.saved_bytes(b, run) for b in run.model.blocks)
     assert counted == pytest.approx(saved, rel=0.005)
 
@@ -87,7 +98,10 @@ def test_what_lowers_memory_does() -> None:
 
     plain = total()
     assert total(fuse=True, recompute=True) < total(fuse=True) < total(share_inputs=True) < plain
-    assert total(checkpointing="blocks") < 0.6 * plain
+    packed = [total(saved_tensors_in_fp8=True, checkpointing=c) for c in ("none", "blocks")]
+    assert packed[0] < 0.85 * plain
+    assert packed[1] < total(checkpointing="blocks") < 0.6 * plain
+    assert total(fp8=False, saved_tensors_in_fp8=True) == total(fp8=False)
     assert total(lora=16) < plain
     assert total(microbatches=2) > plain
     of_gpus = [total(gpus=gpus, sharding="fsdp2", master="fp32") for gpus in (2, 4, 8)]
