@@ -84,7 +84,7 @@ _BUILTINS = frozenset(
 """Functions and classes that read only their arguments, and have no side effects."""
 
 _SPECIAL = frozenset(("__class__", "__name__", "__qualname__", "__init__", "__call__", "__new__"))
-"""Special attributes of Python that lead only to objects which have other names, too."""
+"""Special attributes of Python that lead only to objects which code can also name in other ways."""
 
 _BY_ANY_NAME = frozenset(
     name for name in vars(nn.Module) if not hasattr(Tensor, name) and not name.startswith("__")
@@ -96,7 +96,7 @@ _HOOKS = frozenset(name for name in dir(Tensor) if name.startswith("register_"))
 
 
 class CannotWatch(Exception):
-    """Raised if a forward reads or changes something that cannot be watched; says what."""
+    """Raised if a forward reads or changes what cannot be watched; the message names it."""
 
 
 @dataclass

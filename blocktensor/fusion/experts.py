@@ -34,7 +34,7 @@ class Experts(Gated):
     Attributes:
         gate, up, down: names of the stacks ``[E, out, in]``; gate and up may be one.
         dtypes: the pairs of dtypes with which this was verified.
-        ends: True if the module gets the ends of groups, ``offs``, and not their sizes.
+        ends: True if the module gets the ends of groups, ``offs``; False if it gets their sizes.
         to_local: True if it takes the local parts of stacks that are DTensors.
     """
 

@@ -5,8 +5,8 @@ for every object that the forward can reach. It begins with the code of the forw
 (:mod:`.code_names`), looks up the names that the code reads in all objects that the code can reach,
 and goes on with the code that it finds there. Constants, functions, classes and objects with
 attributes are watched: every later forward compares them. A forward that reads anything else (a
-list, a tensor, a counter), or that writes an attribute or a variable, is refused. Patterns
-themselves check parameters, and hooks of inner linear layers.
+list, a tensor, a counter), or that writes an attribute or a variable, is refused. Parameters, and
+hooks of inner linear layers, are checked by the patterns.
 """
 
 from __future__ import annotations

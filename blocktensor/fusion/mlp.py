@@ -54,7 +54,10 @@ class Gated(Pattern):
         return tuple(dict.fromkeys((self.gate, self.up, self.down)))
 
     def by_role(self, of_linears: Sequence[Any]) -> tuple[Any, Any, Any]:
-        """Return values for gate, up and down, given ``linears``'; None for an up in gate."""
+        """Return the values of gate, up and down, given one for each of ``linears``.
+
+        The value of up is None if gate holds up.
+        """
         gate, *up, down = of_linears
         return gate, up[0] if up else None, down
 
@@ -75,7 +78,7 @@ class Gated(Pattern):
         return replace(self, recompute=recompute)
 
     def most_inputs(self, name: str) -> int:
-        """Return the most inputs of a drawn matrix: half as many for ``down`` if gate holds up."""
+        """Return the most input features to draw; half as many for ``down`` if gate holds up."""
         is_half = self.gate == self.up and name.partition(".")[0] == self.down
         return FEATURES // 2 if is_half else FEATURES
 

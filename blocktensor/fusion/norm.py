@@ -1,4 +1,4 @@
-"""Run an RMS norm as one kernel if FP8 linear layers read it, or make its queries or keys."""
+"""Run an RMS norm as one kernel if it lies before FP8 linear layers, or is of queries or keys."""
 
 from __future__ import annotations
 

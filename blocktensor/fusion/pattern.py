@@ -294,13 +294,13 @@ def _why_unequal(pattern: Pattern, module: nn.Module, operands: _Operands, way: 
     return f"differs in {different[0]}{way}" if different else None
 
 
-def _same(a: Any, b: Any) -> bool:
-    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
-        return a is b
-    if (a.dtype, a.shape) != (b.dtype, b.shape):
+def _same(before: Any, after: Any) -> bool:
+    if not isinstance(before, Tensor) or not isinstance(after, Tensor):
+        return before is after
+    if (before.dtype, before.shape) != (after.dtype, after.shape):
         return False
-    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32}[a.itemsize]
-    return torch.equal(a.contiguous().view(bits), b.contiguous().view(bits))
+    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32}[before.itemsize]
+    return torch.equal(before.contiguous().view(bits), after.contiguous().view(bits))
 
 
 def _stand_ins(

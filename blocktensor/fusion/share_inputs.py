@@ -23,7 +23,7 @@ class InputGroup(SharedCasts, AroundForward):
     Attributes:
         name: of the module, relative to the model; empty for the model itself.
         linears: names of its linear layers, or of its stacks, relative to the module.
-        of_fuse: whether ``fuse`` created the group, so that ``unfuse`` removes it.
+        of_fuse: True if ``fuse`` created the group; ``unfuse`` then removes it.
     """
 
     def __init__(
