@@ -1,9 +1,9 @@
-"""The converter: makes a model of torchtitan build itself in blockwise FP8.
+"""Convert a model of torchtitan while it is built.
 
-torchtitan hands a converter the config of a model, and the model is built from it later. The config
-is made one of a subclass of the model's class, which converts itself while it is built and refuses
-parallelism that FP8 lacks. It stays the same object, because the trainer has a reference to it
-already when overrides run.
+torchtitan hands a converter the config of a model, and the model is built from it later. The
+converter turns this config into the config of a subclass of the model's class. The subclass
+converts itself while it is built, and refuses parallelism that FP8 lacks. The config stays the same
+object, because the trainer already has a reference to it when overrides run.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from ...recipe import CachePolicy, Recipe, WgradInput
 from .parallel import cut_linears
 
 AUTO_FILTER = "auto_filter_small_kn"
-"""In ``filter_fqns`` of torchtitan's own converters this is no name but switches the filter on."""
+"""In ``filter_fqns`` of torchtitan's converters this entry is a switch, not a name."""
 
 
 class BlockwiseFP8Converter(QuantizationConverter):
-    """Makes a model train its linears and experts in blockwise FP8 (``blocktensor.convert``).
+    """Make a model train its linear layers and experts in FP8 (``blocktensor.convert``).
 
     torchtitan's ``model_registry(..., converters=[BlockwiseFP8Converter.Config(...)])`` takes it.
     The model converts itself while it is built, on the meta device, so that the choice sees the
@@ -47,9 +47,9 @@ class BlockwiseFP8Converter(QuantizationConverter):
 
         filter_fqns: list[str] = field(default_factory=list)
         """
-        Parts of names of modules: a linear, or a stack of experts, whose name contains one of them
-        stays in high precision. "auto_filter_small_kn", which torchtitan's own converters
-        take there, is no name: it sets ``skip_small``.
+        Parts of names of modules: a linear layer, or a stack of experts, whose name contains one of
+        them stays in high precision. "auto_filter_small_kn", which torchtitan's own converters take
+        there, is no name: it sets ``skip_small``.
         """
 
         skip_small: bool = True
@@ -77,7 +77,7 @@ class BlockwiseFP8Converter(QuantizationConverter):
         """The form of the input that weight gradients read; see blocktensor.Recipe."""
 
         batch_invariant: bool = False
-        """Rows with the same bits whatever other rows there are; see blocktensor.Recipe."""
+        """Compute each row with the same bits for any other rows; see blocktensor.Recipe."""
 
     def __init__(self, config: Config) -> None:
         """Check the choices.
@@ -99,7 +99,7 @@ class BlockwiseFP8Converter(QuantizationConverter):
         )
 
     def convert(self, model_config: Any) -> Any:
-        """Make ``model_config``, in place, build a model that trains in FP8; returns it.
+        """Make ``model_config`` build a model that trains in FP8; change it in place and return it.
 
         Raises:
             TypeError: it is not the config of a decoder (a language model).
@@ -127,7 +127,7 @@ class BlockwiseFP8Converter(QuantizationConverter):
         Routers stay in high precision, as torchtitan computes them in fp32.
 
         Raises:
-            ValueError: a name in ``filter_fqns`` that no linear or stack of experts has.
+            ValueError: a name in ``filter_fqns`` that no linear layer or stack of experts has.
         """
         config = self.config
         kinds = (TokenChoiceTopKRouter,) + (() if config.experts else (GroupedExperts,))
@@ -228,7 +228,7 @@ def _check_parallelism(parallel_dims: Any) -> None:
 
 
 def _check_fused(model: nn.Module) -> None:
-    """Raise if ``parallelize`` has replaced the forward of a linear of a fused MLP."""
+    """Raise if ``parallelize`` has replaced the forward of a linear layer of a fused MLP."""
     for name, module in fused_modules(model, MLP):
         why = module._fused_pattern.why_apart(module)
         if why is not None:

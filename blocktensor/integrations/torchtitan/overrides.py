@@ -1,4 +1,4 @@
-"""Runs of torchtitan in blockwise FP8: overrides for the command line, and a function for code.
+"""Run torchtitan in blockwise FP8: overrides for the command line, and a function for code.
 
 ``--override.imports blocktensor.integrations.torchtitan.overrides.NAME`` takes the overrides.
 """
@@ -26,7 +26,8 @@ def blockwise_fp8(config: Decoder.Config, **options: Any) -> Decoder.Config:
     """Make a model train in blockwise FP8.
 
     Args:
-        config: of the model; changed in place, because the trainer builds the one that it has.
+        config: the config of the model; changed in place, because the trainer builds the model from
+            its own reference to it.
         options: fields of :class:`BlockwiseFP8Converter.Config`.
     """
     model: Decoder.Config = BlockwiseFP8Converter.Config(**options).build().convert(config)
@@ -39,7 +40,7 @@ def with_blockwise_fp8(config: Trainer.Config, **options: Any) -> Trainer.Config
     Selective activation checkpointing then counts FP8 matmuls as torchtitan's counts ``mm``.
 
     Args:
-        config: of a run, as functions of torchtitan's ``config_registry`` return it.
+        config: the config of a run, as functions of torchtitan's ``config_registry`` return it.
         options: fields of :class:`BlockwiseFP8Converter.Config`.
 
     Raises:

@@ -50,7 +50,7 @@ class BlockwiseFP8Config(QuantizationConfigMixin):  # type: ignore[misc,unused-i
     quant_method: str = METHOD  # type: ignore[assignment,unused-ignore]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> BlockwiseFP8Config:
-        """Prepare transformers: copies and pickles pass here, too."""
+        """Prepare transformers, also for copies and pickles of a config."""
         GIVEN_CONFIG.apply()
         FP8_LOADING.apply()
         return super().__new__(cls)

@@ -1,17 +1,17 @@
 """Take part in transformers' loading and saving, beyond its documented hooks.
 
-- ``from_pretrained`` of a checkpoint whose ``config.json`` names a quantization method takes the
-  config in the file, and raises for one of another class. The weights of a checkpoint in FP8 are
-  ours to read, and a checkpoint marked "blocktensor" has ordinary weights: what the caller gives
-  decides.
+- If ``config.json`` names a quantization method, ``from_pretrained`` uses the config in the file,
+  and raises if the caller gives one of another class. Here the caller's config counts: this package
+  reads checkpoints in FP8 itself, and a checkpoint marked "blocktensor" has ordinary weights.
 - ``from_pretrained`` passes all that it is about to load, and the rules by which it renames and
   converts tensors, to one function. No hook of quantizers gets both.
-- It reads every tensor by its name and knows of no scales. It does not get the FP8 weights, so that
-  these stay on meta and take no memory, and they are read as by :func:`blocktensor.load_fp8` in the
-  end. What is in FP8 the files say, and which parameter gets it transformers.
-- ``save_pretrained(state_dict=...)`` of a quantized model drops its argument for what the quantizer
-  returns, and asks it for that without the argument. Trainer gathers the state of a model under
-  FSDP into this argument.
+- ``from_pretrained`` reads every tensor by its name and knows no scales. So the FP8 weights are
+  hidden from it: they stay on meta, without memory, and are read in the end as by
+  :func:`blocktensor.load_fp8`. The files tell which tensors are in FP8, transformers which
+  parameter gets each.
+- ``save_pretrained(state_dict=...)`` of a quantized model ignores its argument and saves what the
+  quantizer returns, without passing the argument to it. Trainer gathers the state of a model under
+  FSDP into this argument, so the quantizer reads it from the caller's frame.
 """
 
 from __future__ import annotations
@@ -96,10 +96,10 @@ def state_given_to_save(asks: Caller) -> dict[str, Any] | None:
 
 @dataclass
 class FP8Checkpoint:
-    """The weights of a checkpoint that blocktensor reads: those in FP8.
+    """The FP8 weights of a checkpoint, which blocktensor reads.
 
     Attributes:
-        folder: where it is.
+        folder: the folder of the checkpoint.
         matched: the sources of these weights.
         stored: the names of the stored tensors that transformers is not to load.
     """

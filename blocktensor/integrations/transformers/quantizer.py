@@ -1,4 +1,4 @@
-"""The quantizer "blocktensor" of transformers: weights load as ever, and are converted then.
+"""The quantizer "blocktensor" of transformers: weights load as usual, and are then converted.
 
 ``save_pretrained`` of the model writes ordinary weights, ``save_pretrained_fp8`` writes FP8.
 """
@@ -34,19 +34,18 @@ from .loading import FP8Checkpoint, fp8_checkpoint, state_given_to_save
 
 @register_quantizer(METHOD)
 class BlockwiseFP8Quantizer(HfQuantizer):  # type: ignore[misc,unused-ignore]
-    """Converts a model that ``from_pretrained`` has loaded, by a :class:`BlockwiseFP8Config`.
+    """Convert a model that ``from_pretrained`` has loaded, by a :class:`BlockwiseFP8Config`.
 
     Attributes:
-        report: what became of every matrix, as :func:`blocktensor.convert` reports it.
-        fusion: what became of every gated MLP, if ``fuse=True``, as :func:`blocktensor.fuse`
-            reports it.
+        report: the report of :func:`blocktensor.convert`.
+        fusion: the report of :func:`blocktensor.fuse`, if ``fuse=True``.
     """
 
     quantization_config: BlockwiseFP8Config
     report: ConversionReport | None = None
     fusion: FusionReport | None = None
-    is_trainable = True  # by adapters, and unless it is frozen the model itself
-    is_compileable = True  # by ``generate``
+    is_trainable = True  # the adapters and, unless it is frozen, the model itself
+    is_compileable = True  # ``generate`` may compile the model
 
     def __init__(self, quantization_config: BlockwiseFP8Config, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
@@ -55,7 +54,7 @@ class BlockwiseFP8Quantizer(HfQuantizer):  # type: ignore[misc,unused-ignore]
         self._stored: FP8Checkpoint | None = None
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
-        """Refuse what would leave weights elsewhere than in the model.
+        """Refuse settings by which weights would not be in the model.
 
         Raises:
             NotImplementedError: a ``device_map`` that offloads; DeepSpeed ZeRO-3.
@@ -80,16 +79,16 @@ class BlockwiseFP8Quantizer(HfQuantizer):  # type: ignore[misc,unused-ignore]
         rules: Sequence[Any],
         device_map: Mapping[str, Any] | None,
     ) -> FP8Checkpoint | None:
-        """See all that transformers is about to load, and keep what is in FP8 for the end.
+        """Find the FP8 tensors among those that transformers is about to load, to read them later.
 
         Args:
             model: on meta.
-            state: what it loads, by stored names.
-            rules: by which it renames and converts that.
+            state: the tensors that transformers loads, by stored names.
+            rules: the rules by which transformers renames and converts them.
             device_map: of modules.
 
         Returns:
-            What it is not to load.
+            The weights that transformers must not load; None if there are none.
 
         Raises:
             CheckpointError: as :func:`.loading.fp8_checkpoint`.
@@ -145,7 +144,7 @@ class BlockwiseFP8Quantizer(HfQuantizer):  # type: ignore[misc,unused-ignore]
         return state_given_to_save(caller()), {}
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
-        """Say that ``save_pretrained`` works."""
+        """Return True: ``save_pretrained`` works."""
         return True
 
     @property
@@ -162,7 +161,7 @@ class BlockwiseFP8Quantizer(HfQuantizer):  # type: ignore[misc,unused-ignore]
 
 
 def _converted(model: PreTrainedModel, config: BlockwiseFP8Config, of_fp8: bool) -> Any:
-    """Convert; of an FP8 checkpoint, what it holds in high precision stays so but for the head."""
+    """Convert a model; of an FP8 checkpoint (``of_fp8``), only the head, if that is asked for."""
     head = model.get_output_embeddings() if config.convert_head else None
 
     def wanted(module: nn.Module, name: str) -> bool:
