@@ -82,7 +82,7 @@ class Matrix:
     in_fp8: bool = False
     why: str | None = None
 
-    # Of the module
+    # Facts about the module
 
     @property
     def label(self) -> str:
@@ -104,7 +104,7 @@ class Matrix:
         """True for the weight of a linear layer with a style of ``blocktensor.distributed``."""
         return self.key == "weight" and is_parallel(self.module)
 
-    # Of the parameter
+    # Facts about the parameter
 
     @property
     def parameter(self) -> Tensor:
@@ -179,7 +179,7 @@ class Matrix:
     def sizes_here(self) -> Sizes:
         """The sizes of a matmul on this rank: with its part of the weight, where ranks share it.
 
-        What FSDP2 shards is gathered before: a weight, or this rank's part of one.
+        FSDP2 gathers its shards before the matmul, so its cuts do not count.
         """
         share = self.share
         if share is None:

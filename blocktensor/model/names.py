@@ -82,7 +82,7 @@ def weights_to_skip(
     patterns = check_patterns(patterns, "skip", "*.router")
     modules = dict(model.named_modules(remove_duplicate=False)) if patterns else {}
     known: dict[nn.Module, list[str]] = defaultdict(list)
-    unknown: dict[str, Weight] = {}  # stacks of which convert would warn
+    unknown: dict[str, Weight] = {}  # stacks that convert would warn about
     for matrix in matrices:
         if matrix.unconvertible is None:
             known[matrix.module].append(matrix.key)

@@ -1,9 +1,10 @@
 """Find the module that an op belongs to, in the forward and in the backward.
 
 Hooks tell which module's forward runs. A node of the autograd graph is created just before the op
-that it records runs, and carries the next number of a sequence: so the op of a backward belongs to
-the module in whose forward the number of its node was the latest. This is the only file that reads
-the sequence numbers and the running node, which are private to torch (2.11 to 2.13).
+that it records runs, and gets the next number of a sequence. So, at each op of a forward, the
+tracker stores the running module under the latest number. In a backward, it looks up the number of
+the running node. This is the only file that reads the sequence numbers and the running node, which
+are private to torch (2.11 to 2.13).
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ class Place(NamedTuple):
     Attributes:
         module: the name of its module.
         node: the number of the autograd node that records it or, in the backward, runs it.
-        in_backward: whether it computes gradients.
-        recomputed: whether it is part of a forward that checkpointing runs again.
+        in_backward: True if the op computes gradients.
+        recomputed: True if the op is part of a forward that checkpointing runs again.
     """
 
     module: str

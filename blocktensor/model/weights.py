@@ -69,7 +69,7 @@ _FLAGS = ("is_transposed", "has_bias", "has_gate")
 """Attributes that ``@use_experts_implementation`` of transformers sets on experts."""
 
 _OF_FLAGS = ("gate_up_proj", "gate_proj", "up_proj", "down_proj")
-"""The stacks of such modules, under their usual names."""
+"""The usual names of stacks in modules that have these flags."""
 
 _TORCHTITAN = _Kind(
     (
@@ -104,12 +104,12 @@ def _kind_of_experts(module: nn.Module) -> _Kind | None:
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Return True for a module of experts that transformers' flags or its class tell."""
+    """Return True if transformers' flags, or the class of a module, show that it holds experts."""
     return _kind_of_experts(module) is not None
 
 
 def experts_per_token(module: nn.Module) -> int:
-    """Return to how many experts a module sends each token, by its config; 1 if unknown."""
+    """Return the number of experts for each token, from the module's config; 1 if unknown."""
     names = ("num_experts_per_tok", "top_k", "num_experts_per_token", "moe_topk")
     holders = (getattr(module, "config", None), module)
     found = (getattr(holder, name, None) for holder in holders for name in names)
@@ -156,7 +156,7 @@ def casts_itself(module: nn.Module) -> str | None:
 
 
 def why_unconvertible(module: nn.Module, key: str) -> str | None:
-    """Return why one of :func:`weights_of` cannot be converted in its module; None if it can."""
+    """Return why a parameter in :func:`weights_of` cannot be converted; None if it can."""
     if isinstance(module, NonDynamicallyQuantizableLinear):
         return "nn.MultiheadAttention multiplies by it without calling it"
     if (other := casts_itself(module)) is not None:
