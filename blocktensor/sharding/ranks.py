@@ -62,7 +62,7 @@ def agree(what: str, mine: Sequence[str], group: dist.ProcessGroup, remedy: str 
     if other is None:
         return
     store.set(f"{key}/{me}/has read", "")
-    with contextlib.suppress(RuntimeError):  # one rank serves the store: it must not exit first
+    with contextlib.suppress(RuntimeError):  # one rank serves the store and must exit last
         store.wait([f"{key}/{rank}/has read" for rank in ranks], TIMEOUT)
     pairs = itertools.zip_longest(mine, found[other], fillvalue="nothing")
     ours, theirs = next((a, b) for a, b in pairs if a != b)

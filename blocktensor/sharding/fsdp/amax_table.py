@@ -26,7 +26,7 @@ from .fsdp_internals import ShardedParam, sharded_with
 
 
 class View(NamedTuple):
-    """A view of a flat tensor, to repeat on others: one op takes a third of the time."""
+    """A view of a flat tensor, which can be taken of others by one op, in a third of the time."""
 
     shape: torch.Size
     strides: tuple[int, ...]

@@ -90,7 +90,7 @@ class ShardedParam:
 
     @property
     def gathered_with(self) -> int:
-        """A number that parameters have in common if FSDP gathers them together."""
+        """A number that is equal for parameters that FSDP gathers together."""
         return id(self._group())
 
     def in_forward(self) -> bool:
@@ -108,10 +108,11 @@ class ShardedParam:
 
 
 def sharded_with(owner: Any) -> tuple[list[ShardedParam], bool]:
-    """Return the parameters under the FSDP2 root of one of them, of which ``owner`` is the object.
+    """Return all parameters under the FSDP2 root of the parameter whose object is ``owner``.
 
-    They come in FSDP's order (none without an owner), with True if these are all: before the root's
-    first forward, only those gathered together are known.
+    The list is in FSDP's order, and empty without an owner. The second result is True if it is
+    complete: before the root's first forward, only the parameters that are gathered together are
+    known.
     """
     for state in _states():
         if any(param is owner for param, _ in _params(state)):
@@ -159,7 +160,7 @@ def remember_copy(part: Tensor, original: Tensor) -> None:
 def owner_of(local: Tensor, module: nn.Module | None = None) -> Any:
     """Return FSDP's object for the parameter, of ``module``, with this local part, or None.
 
-    It alone says what weight this is: other modules may be assigned the same part, or aliases.
+    Only this object identifies the weight: other modules may hold the same part, or aliases of it.
     """
     key = id(local)
     known = _FOUND.get(key)
@@ -196,7 +197,7 @@ def gathered_shape(local: Tensor) -> tuple[int, ...] | None:
 
 
 def _owners_of(local: Tensor, module: nn.Module | None = None) -> Iterator[Any]:
-    """Yield all such objects: models may share a parameter."""
+    """Yield FSDP's objects for parameters with this local part; models may share a parameter."""
     for state in _states():
         yield from (param for param, _ in _params(state) if _holds(param, local, module))
 
@@ -209,7 +210,7 @@ def _holds(owner: Any, local: Tensor, module: nn.Module | None) -> bool:
 @FSDP_CHANGES.made_by
 @functools.cache
 def _counts_changes(base: Any) -> Any:
-    """Return a class of parameters that count their changes, but for what FSDP does by itself.
+    """Return a class of parameters that count their changes, except for changes by FSDP itself.
 
     After a move or a load FSDP pads the part anew on those ranks alone that have fewer rows.
     """
