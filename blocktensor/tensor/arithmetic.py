@@ -40,6 +40,6 @@ def is_arithmetic(factors: Sequence[Tensor]) -> bool:
 
 
 def _is_detached(weight: MasterBase) -> bool:
-    """Return True unless ``x`` is a parameter, a view of one, or computed from one."""
+    """Return True unless ``weight`` is a parameter, a view of one, or computed from one."""
     whole = weight if weight._base is None else weight._base
     return not (weight.requires_grad or isinstance(whole, nn.Parameter))

@@ -42,7 +42,7 @@ _KINDS: dict[Any, object] = {}
 
 
 def kind_of(*facts: Any) -> object:
-    """Return one object for equal facts, so that compiled code can compare them as an address."""
+    """Return the same object for equal facts, so that ``player.cpp`` compares only its address."""
     return _KINDS.setdefault(facts, object())
 
 
@@ -101,8 +101,8 @@ class FP8Base(Tensor):
         return rebuilt, (about, _viewed(state, names, torch.uint8), names)
 
     def __setstate__(self, state: Any) -> None:
-        """Take the attributes of a copy or a pickle, which may be the first FP8 tensor here."""
-        patches.apply_for_fp8()  # on meta torch makes it without `wrapper`
+        """Restore a copy or pickle, which may be the first FP8 tensor of its process."""
+        patches.apply_for_fp8()  # torch makes copies on meta without `wrapper`
         torch._utils._set_obj_state(self, state)
 
     def element_size(self) -> int:
@@ -316,7 +316,7 @@ def on_master(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def implements(table: dict[Any, Callable[..., Any]], *ops: Any) -> Callable[..., Any]:
-    """Return a decorator that enters a function in ``table`` as the implementation of ``ops``."""
+    """Return a decorator that enters a function into ``table`` as the implementation of ``ops``."""
 
     def enter(implementation: Callable[..., Any]) -> Callable[..., Any]:
         table.update(dict.fromkeys(ops, implementation))

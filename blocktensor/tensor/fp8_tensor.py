@@ -99,7 +99,7 @@ class BlockwiseFP8Tensor(FP8Base):
         source_version: the address and version of ``source`` at the cast; None if unknown.
         recipe: the :class:`~blocktensor.Recipe` it was cast with.
         generation: the :class:`Generation` of a weight that FSDP2 has gathered; else None.
-        prepared: the note for tensor parallel linear layers on an input that they share
+        prepared: facts for the tensor parallel linear layers that share this input
             (``prepare_input.py``); else None. Compilers see its ``parts`` as inner tensors, and its
             ``context`` as a constant.
 
@@ -288,9 +288,10 @@ class BlockwiseFP8Tensor(FP8Base):
 
     @property
     def kind(self) -> object | None:
-        """One object for weights that linear layers read in the same way, but for their layouts.
+        """The part of a plan's key for this weight, without its layouts.
 
-        None if each call must be planned: for bytes without memory.
+        It is the same object for all weights that linear layers read in the same way. None if
+        the bytes have no memory: then each call makes its own plan.
         """
         data = self.columnwise_data if self.rowwise_data is None else self.rowwise_data
         if type(data) not in PLAIN:

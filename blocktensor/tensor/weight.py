@@ -175,9 +175,10 @@ class BlockwiseFP8Weight(MasterBase):
 
     @property
     def kind(self) -> object | None:
-        """One object for weights that linear layers read in the same way, but for their layouts.
+        """The part of a plan's key for this weight, without its layouts.
 
-        None if each call must be planned: for late copies, and masters without memory.
+        It is the same object for all weights that linear layers read in the same way. None for
+        late copies and for masters without memory: then each call makes its own plan.
         """
         if self._late is not None or type(self.master) not in PLAIN:
             return None

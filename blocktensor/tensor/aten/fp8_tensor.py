@@ -76,7 +76,7 @@ def _swap_last(x: BlockwiseFP8Tensor) -> BlockwiseFP8Tensor:
 def _reshape(func: Any, x: BlockwiseFP8Tensor, size: list[int]) -> Tensor:
     shape = _infer(list(size), x)
     if x.format.transposes and len(shape) == 1:
-        return Bucket.of(x)  # DDP sends weights to other ranks so
+        return Bucket.of(x)  # DDP flattens weights to send them to other ranks
     if shape == list(x.shape):
         return x.relabel()
     if x.format.transposes:
@@ -138,7 +138,7 @@ def _as_strided(
 ) -> BlockwiseFP8Tensor:
     if (tuple(size), tuple(stride), offset or 0) != (tuple(x.shape), x.stride(), 0):
         refuse(func)
-    return x.relabel()  # FSDP lays out a gathered weight so
+    return x.relabel()  # FSDP calls as_strided on a gathered weight
 
 
 def _fresh(x: BlockwiseFP8Tensor, device: Any, dtype: Any) -> BlockwiseFP8Tensor:

@@ -93,7 +93,7 @@ def _view(func: Any, x: Bucket, size: Sequence[int]) -> Tensor:
     return x.parts[0].detach()
 
 
-# What torch.distributed sends
+# Collectives of torch.distributed
 
 
 def _plain_parts(func: Any, x: Tensor) -> list[Tensor]:
@@ -117,7 +117,7 @@ def _broadcast(func: Any, tensors: Sequence[Tensor], *args: Any) -> Any:
 
 
 def _begun(args: Sequence[Any]) -> list[Any]:
-    """Ask a collective for work to wait for: of one that is not asynchronous, NCCL returns null."""
+    """Make a collective asynchronous: NCCL returns no work to wait for from a synchronous one."""
     return [True if isinstance(x, bool) else x for x in args]
 
 

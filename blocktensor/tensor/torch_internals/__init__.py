@@ -1,1 +1,1 @@
-"""Internal: what torch does not say about itself; below the FP8 types, which ask."""
+"""Internal: facts about torch's state that it has no API for; the FP8 types import this folder."""

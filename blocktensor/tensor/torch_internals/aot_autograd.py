@@ -3,14 +3,15 @@
 - Their gradients are plain, as all gradients here are. AOTAutograd traces a backward before it has
   seen a gradient, and takes it to be of the type of the graph's output. A type corrects that with
   ``__coerce_tangent_metadata__``.
-- A view of a weight shares the weight's memory. AOTAutograd tells so by the storages of the two,
-  and makes such an output of the weight after each run of the graph, with the weight's version
-  counter. An output that it takes for new memory need not see that the weight was written to.
+- A view of a weight shares the weight's memory. AOTAutograd recognizes this by the storages of the
+  two, and creates such an output from the weight after each run of the graph, so that both share a
+  version counter. An output with a storage of its own might miss writes to the weight.
 - Its partitioner moves what a backward computes of saved tensors alone into the forward, and saves
   the result. Ops with a tag stay, and so do those that read them.
-- Its cache of compiled graphs finds one by what Dynamo has traced: a call of ``F.linear`` with a
-  weight. What AOTAutograd makes of that call is this package's code, which the key must name.
-  Inductor's cache finds one by the ops of a graph, whose results this package lays out.
+- The key of its cache of compiled graphs is what Dynamo has traced: a call of ``F.linear`` with a
+  weight. This package's code decides what AOTAutograd makes of that call, so the key must include
+  this code. The key of Inductor's cache is the ops of a graph; this package decides the layouts of
+  their results, so this key includes the code too.
 """
 
 from __future__ import annotations
