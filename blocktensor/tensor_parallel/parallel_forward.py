@@ -25,7 +25,7 @@ from .weight_part import WeightPart, part_off_grid
 FP8Weight = BlockwiseFP8Weight | BlockwiseFP8Tensor
 
 FEATURES = Shard(-1)
-"""Every rank has some columns of all tokens."""
+"""The layout in which every rank has some columns of all tokens."""
 
 
 class Layouts(NamedTuple):
@@ -214,7 +214,7 @@ class RowwiseForward(ParallelForward):
 def as_constant(layout: Placement) -> str:
     """Return ``layout`` as a string: graphs hold no objects.
 
-    A string, since Dynamo makes numbers symbolic that differ between two linear layers.
+    A string, since Dynamo would make a number symbolic if it differs between two linear layers.
 
     Raises:
         NotImplementedError: the layout is not ``Shard``, ``Replicate`` or ``Partial``.

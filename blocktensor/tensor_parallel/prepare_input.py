@@ -147,7 +147,7 @@ class _OnMesh(torch_styles.PrepareModuleInput):
         return super()._prepare_input_arg(input, place.mesh, input_layout, desired_layout)
 
     def _agree(self, recipe: Recipe | None) -> None:
-        """Compare ranks."""
+        """Check that all ranks cast with the same recipe, or all gather in high precision."""
         self._agreement.check("gathered in high precision" if recipe is None else recipe)
 
     @assume_constant_result
@@ -222,7 +222,7 @@ Parts = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 @dataclass(frozen=True, eq=False)
 class SharedInput:
-    """A note on a prepared input, for the linear layers that read it.
+    """Facts about a prepared input, for the linear layers that read it.
 
     Attributes:
         tokens: how tokens are cut; None if every rank has all of them.
@@ -247,7 +247,7 @@ class SharedInput:
 
     @property
     def context(self) -> SharedInputContext:
-        """Return the other facts of the note, as a value that compilers compare and copy."""
+        """Return the facts without tensors, as a value that compilers compare and copy."""
         if self.tokens is None:
             return SharedInputContext(None, 0)
         return SharedInputContext(self.tokens.group.group_name, self.tokens.dim)
@@ -260,7 +260,7 @@ class SharedInputContext(NamedTuple):
     dim: int
 
     def of(self, data: Tensor | None, scale: Tensor | None, runs: Tensor | None) -> SharedInput:
-        """Return the note of a prepared input in a graph, given its inner tensors."""
+        """Return the facts about a prepared input in a graph, given its inner tensors."""
         if self.group_name is None:
             return SharedInput(None, (data, scale))
         assert runs is not None

@@ -74,8 +74,8 @@ class ColwiseParallel(_FP8Style, torch_styles.ColwiseParallel):
             ranks hold equal parts.
         output_layouts: ``Shard(-1)`` (default); DTensor makes other layouts, in high precision.
         use_local_output: return plain tensors, not DTensors.
-        reduce_dtype: the dtype in which ranks send partial sums of the data gradient travel;
-            default: the input's dtype.
+        reduce_dtype: the dtype in which ranks send partial sums of the data gradient; default: the
+            input's dtype.
         in_rank_order: send every partial sum unchanged and add them in fp32 in the order of ranks.
             This is slower; the bits then do not depend on the backend.
 
@@ -107,8 +107,8 @@ class RowwiseParallel(_FP8Style, torch_styles.RowwiseParallel):
         input_layouts: of a plain input: ``Shard(-1)`` (default); DTensor makes it of others.
         output_layouts: ``Replicate()`` (default), or ``Shard(dim)`` of tokens.
         use_local_output: return plain tensors, not DTensors.
-        reduce_dtype: the dtype in which ranks send partial sums of the output travel; default: the
-            input's dtype.
+        reduce_dtype: the dtype in which ranks send partial sums of the output; default: the input's
+            dtype.
         in_rank_order: see :class:`ColwiseParallel`.
 
     Raises:
