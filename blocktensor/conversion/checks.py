@@ -132,7 +132,7 @@ def _check_dtensor(matrix: Matrix, share: Share, what: str, recipe: Recipe | Non
 
 
 def _check_fsdp(weight: Any, fsdp: Sharding | None, what: str) -> None:
-    """Raise unless FSDP2, maybe after a cut between experts, made a DTensor not gathered yet."""
+    """Raise unless FSDP2 made the DTensor, of whole experts or weights, and has not gathered it."""
     dims = [x.dim for x in weight.placements if not x.is_replicate()]
     # without replicas, FSDP2 alone shards over one dimension of its mesh
     if fsdp is None or (len(dims) > 1 and not _cut_between_experts(weight, dims, fsdp)):

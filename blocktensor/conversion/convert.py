@@ -46,11 +46,12 @@ def to_blockwise_fp8_weights(module: nn.Module, recipe: Recipe | None = None) ->
     stacks of four dimensions, and the output projection of nn.MultiheadAttention (which multiplies
     by it without calling it) are left unchanged. The parameter keeps its identity: tied modules,
     optimizers and parameter groups hold the FP8 weight. A weight that requires a gradient becomes a
-    :class:`BlockwiseFP8Weight`, a frozen one a :class:`BlockwiseFP8Tensor` whose high-precision
-    copy is dropped (on the meta device: a BlockwiseFP8Weight, to be initialised later), also if
-    another module holds it, an embedding say, whose forward then raises; :func:`convert`, which
-    sees all modules, leaves such a weight alone. A weight that FSDP2 has sharded is gathered in FP8
-    from then on; convert it before the first forward.
+    :class:`BlockwiseFP8Weight`. A frozen one becomes a :class:`BlockwiseFP8Tensor`, and its
+    high-precision copy is dropped; on the meta device it becomes a BlockwiseFP8Weight, to be
+    initialised later. If another module such as an embedding also holds a frozen weight, its
+    forward then raises; :func:`convert`, which sees all modules, leaves such a weight alone. A
+    weight that FSDP2 has sharded is gathered in FP8 from then on; convert it before the first
+    forward.
 
     Args:
         module: any module.
@@ -140,7 +141,7 @@ def convert(
         progress: show a bar on stderr, on rank 0 (needs tqdm): True, False or, by default, if
             stderr is a terminal and the call takes two seconds. ``BLOCKTENSOR_PROGRESS=0`` or ``1``
             sets the default.
-        others: nothing; arguments of torchao's functions raise, and the message names ours.
+        others: refused; for arguments of torchao's functions the message names ours.
 
     Returns:
         The report; ``print`` it.
@@ -273,7 +274,7 @@ def _why_converted(linear: Matrix) -> str:
 
 
 def _why_parallel(linear: Matrix) -> str:
-    """Say which part of a parallel linear layer a rank holds, and if it is too small to gain."""
+    """Describe the part of a parallel linear layer on this rank, and if it is too small to gain."""
     held = " x ".join(map(str, linear.own.shape))
     kind = "trainable" if linear.parameter.requires_grad else "frozen"
     _, n, k = linear.sizes_here

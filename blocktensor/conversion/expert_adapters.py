@@ -1,9 +1,10 @@
 """Let peft's adapters of expert stacks run as thin matmuls on FP8 stacks.
 
 peft's ``target_parameters`` wrap the module of a parameter. For the time of a forward they replace
-the parameter by ``W + B A``, through a parametrization. For an FP8 stack the parameter is replaced
-by an :class:`~.AdaptedWeight`, which computes no sum. The function is wrapped when a weight becomes
-FP8, if peft is imported by then, or by ``import blocktensor.integrations.peft``.
+the parameter by ``W + B A``, through a parametrization. For an FP8 stack, our wrapper of that
+function replaces the parameter by an :class:`~.AdaptedWeight`, which computes no sum. The function
+is wrapped when a weight becomes FP8, if peft is imported by then, or by
+``import blocktensor.integrations.peft``.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def _adapting(theirs: Any) -> Any:
 
 @only_inlined
 def _adapted(weight: Any, terms: Sequence[LowRank]) -> Tensor:
-    """Return an AdaptedWeight; of a frozen stack by a torch function, which Dynamo keeps whole."""
+    """Return an AdaptedWeight; make it of a frozen stack by a function that Dynamo keeps whole."""
     if not isinstance(weight, BlockwiseFP8Tensor):
         return AdaptedWeight(weight, terms)
     made: Tensor = weight

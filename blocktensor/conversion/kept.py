@@ -49,7 +49,7 @@ class Origin(NamedTuple):
 
 
 def held_form(fp8: BlockwiseFP8Tensor) -> tuple[Quantized, bool]:
-    """Return a form that a frozen weight holds, and whether it is the columnwise one."""
+    """Return a form that a frozen weight holds, and True if it is the columnwise one."""
     row, col = fp8.operand
     return (fp8.columnwise(), True) if row is None and col is not None else (fp8.rowwise(), False)
 

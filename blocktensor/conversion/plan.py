@@ -47,8 +47,8 @@ class Choices:
         skipped: the weights that ``skip`` names, each with its pattern.
         small: the thresholds of sizes; True for the measured ones, False for none.
         heads: the heads of the model, each with the reason.
-        head: whether to convert heads, too.
-        fast_paths: of the GPUs that weights on each device run on.
+        head: True to convert heads, too.
+        fast_paths: the fast path of the GPU that weights on each device run on.
     """
 
     recipe: Recipe | None
@@ -138,7 +138,7 @@ def _why_small(linear: Matrix, choices: Choices) -> str | None:
     if choices.small is False:
         return None
     is_stack, path = linear.is_stack, choices.fast_paths.get(linear.parameter.device)
-    # a parallel linear layer is judged whole
+    # compare a parallel linear layer as a whole, not its part on this rank
     _, n, k = linear.sizes_here if is_stack else linear.sizes
     thresholds = choices.small if isinstance(choices.small, MinSizes) else MinSizes()
     is_slow = choices.small is True and path is not None and path.is_portable(is_stack)

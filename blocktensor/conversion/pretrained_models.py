@@ -1,7 +1,8 @@
 """Let methods of transformers' models work on FP8 weights.
 
-They know plain parameters only. They are wrapped when a weight becomes FP8, in the class
-of all models, if transformers is imported by then; models without FP8 weights do as before.
+These methods know plain parameters only. They are wrapped in the base class of all models when a
+weight becomes FP8, if transformers is imported by then. Models without FP8 weights behave as
+before.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def _around_resize_token_embeddings(theirs: Any) -> Any:
 
 
 def _save_pretrained(theirs: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Write high-precision values, of frozen weights too."""
+    """Save the values in high precision; frozen weights are dequantized."""
     call = inspect.signature(theirs).bind(model, *args, **kwargs)
     is_frozen = any(isinstance(x, BlockwiseFP8Tensor) for x in model.parameters())
     if is_frozen and not getattr(model, "_hf_peft_config_loaded", False):

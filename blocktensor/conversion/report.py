@@ -19,12 +19,12 @@ class MinSizes:
     A stack of experts ``[E, N, K]`` is skipped if N < expert_n, K < expert_k or N K < expert_size.
 
     The defaults come from ``python -m benchmarks popular`` and ``linear`` on an H200, 4096 tokens:
-    linear layers of these sizes are faster in CUDA graphs (2048 x 2048: 1.20 of bf16's speed), and
-    models whose larger ones reach them are in eager mode, or break even where the host is slow
-    (docs/experiments/host_time.md).
-    The defaults for experts come from ``python -m benchmarks experts``: from these sizes on, a
-    layer's kernels take less time from 512 tokens an expert on, and its eager steps from 65,536
-    tokens in all on. A conversion does not know the number of tokens.
+    in CUDA graphs, linear layers of these sizes are faster in FP8 (2048 x 2048: 1.20 times as fast
+    as in bf16). In eager mode, models whose larger layers have these sizes are faster too, or break
+    even on a slow host (docs/experiments/host_time.md). The defaults for experts come from
+    ``python -m benchmarks experts``: from these sizes on, a layer's kernels take less time from 512
+    tokens an expert on, and its eager steps from 65,536 tokens in all on. A conversion does not
+    know the number of tokens.
 
     Examples:
         >>> model = nn.Sequential(nn.Linear(256, 512), nn.Linear(512, 64), nn.ReLU())
@@ -52,7 +52,7 @@ class MinSizes:
         return cls(size=3 * 2048 * 2048)
 
     def experts(self) -> MinSizes:
-        """Return the sizes for stacks of experts, by which one grouped matmul multiplies."""
+        """Return the sizes for stacks of experts, which grouped matmuls read."""
         return MinSizes(self.expert_n, self.expert_k, self.expert_size)
 
     def undercut(self, n: int, k: int) -> list[str]:
@@ -90,9 +90,9 @@ class ConversionReport(Report):
     from a forward to its backward), and for a frozen one the FP8 form only.
 
     Attributes:
-        entries: of every parameter of two or more dimensions, one for each module that holds it.
+        entries: one for each parameter of two or more dimensions and each module that holds it.
         parameters: number of values in all parameters of the model; tied ones count once.
-        fast_path: whether the fast kernels run on the GPU, and why not; None without a GPU.
+        fast_path: says if the fast kernels run on the GPU, or why not; None without a GPU.
     """
 
     entries: tuple[Entry, ...]
@@ -131,19 +131,19 @@ class ConversionReport(Report):
         rows = collapse(
             (
                 (
-                    e.name,
-                    "x".join(str(s) for s in e.shape) or "?",
-                    str(e.dtype).removeprefix("torch."),
-                    e.elements,
-                    "fp8" if e.converted else "-",
-                    e.reason,
+                    entry.name,
+                    "x".join(str(s) for s in entry.shape) or "?",
+                    str(entry.dtype).removeprefix("torch."),
+                    entry.elements,
+                    "fp8" if entry.converted else "-",
+                    entry.reason,
                 )
-                for e in self.entries
+                for entry in self.entries
             ),
             add=3,
         )
         shown = [(*row[:3], self._percent(row[3]), *row[4:]) for row in rows]
-        already = sum(e.reason == ALREADY for e in self.converted)
+        already = sum(entry.reason == ALREADY for entry in self.converted)
         summary = (
             f"{len(self.converted) - already} converted, "
             + (f"{already} already in FP8, " if already else "")
