@@ -195,7 +195,10 @@ def linear_operands(x: Tensor, w: Tensor, bias: Tensor | None, offs: Tensor | No
 
 
 def bad_scale(scale: Tensor, format: BlockFormat) -> str | None:
-    """Say what is wrong with stored fp32 scales: finite, above 0, and rounded as by the format."""
+    """Say why stored fp32 scales are bad, or return None.
+
+    They must be finite, above 0, and rounded as the format says.
+    """
     fits = scale.isfinite() & (scale > 0)
     expected = ROUNDINGS["fp32"].noun
     rounding = ROUNDINGS[format.scale_rounding]

@@ -60,19 +60,20 @@ def declines_on_hopper(a: BlockFormat, b: BlockFormat, contraction: int) -> str 
     return "nothing to contract" if contraction == 0 else None
 
 
-def _cublas_declines(p: GemmProblem) -> str | None:
-    if reason := declines_on_hopper(p.a_format, p.b_format, p.k):
+def _cublas_declines(problem: GemmProblem) -> str | None:
+    if reason := declines_on_hopper(problem.a_format, problem.b_format, problem.k):
         return reason
-    if p.batch_invariant:
+    if problem.batch_invariant:
         return "may compute a row in another order for another M"
-    if p.bias is not None and (p.bias, p.out_dtype) != (torch.bfloat16, torch.bfloat16):
-        return f"takes a bias in bf16 for a bf16 output only, got {p.bias} for {p.out_dtype}"
-    if p.out_dtype not in (torch.bfloat16, torch.float32):
-        return f"output {p.out_dtype} not supported"
-    if p.k % 16 or p.n % 16:
-        return f"K and N must be multiples of 16, got K={p.k}, N={p.n}"
-    if p.m % 4:
-        return f"M must be a multiple of 4, got M={p.m}"
+    bias, out_dtype = problem.bias, problem.out_dtype
+    if bias is not None and (bias, out_dtype) != (torch.bfloat16, torch.bfloat16):
+        return f"takes a bias in bf16 for a bf16 output only, got {bias} for {out_dtype}"
+    if out_dtype not in (torch.bfloat16, torch.float32):
+        return f"output {out_dtype} not supported"
+    if problem.k % 16 or problem.n % 16:
+        return f"K and N must be multiples of 16, got K={problem.k}, N={problem.n}"
+    if problem.m % 4:
+        return f"M must be a multiple of 4, got M={problem.m}"
     return None
 
 
@@ -109,48 +110,54 @@ def gemms_fail(device: torch.device) -> str | None:
     return None
 
 
-def _triton_declines(p: GemmProblem) -> str | None:
-    return unknown_format(p.a_format, p.b_format)
+def _triton_declines(problem: GemmProblem) -> str | None:
+    return unknown_format(problem.a_format, problem.b_format)
 
 
-def _gluon_declines(p: GemmProblem) -> str | None:
-    if reason := declines_on_hopper(p.a_format, p.b_format, p.k):
+def _gluon_declines(problem: GemmProblem) -> str | None:
+    if reason := declines_on_hopper(problem.a_format, problem.b_format, problem.k):
         return reason
-    if p.b_format.rows == 1 and p.bias is not None:
+    if problem.b_format.rows == 1 and problem.bias is not None:
         return "no bias where both sides have 1x128 blocks"
     return None
 
 
-def _gluon_why(p: GemmProblem) -> str:
-    return _by_tiles(p, card(p.device))[0]
+def _gluon_why(problem: GemmProblem) -> str:
+    return _by_tiles(problem, card(problem.device))[0]
 
 
-def _by_tiles(p: GemmProblem, gpu: Card) -> tuple[str, float]:
+def _by_tiles(problem: GemmProblem, gpu: Card) -> tuple[str, float]:
     """Describe the tiles of a problem, and return the predicted microseconds."""
     tile, parts, us = choose_tile(
-        p.m, p.n, num_blocks(p.k), p.b_format.rows, gpu, splits_k=not p.batch_invariant
+        problem.m,
+        problem.n,
+        num_blocks(problem.k),
+        problem.b_format.rows,
+        gpu,
+        splits_k=not problem.batch_invariant,
     )
     cut = f" and {parts} parts of K" if parts > 1 else ""
     return f"{tile.m}x{tile.n} tiles{cut}, predicted {us:.0f} us", us
 
 
-def _gluon_yields(p: GemmProblem) -> str | None:
-    if _cublas_unusable(p.device) is None and _cublas_is_faster(p, card(p.device)):
+def _gluon_yields(problem: GemmProblem) -> str | None:
+    is_usable = _cublas_unusable(problem.device) is None
+    if is_usable and _cublas_is_faster(problem, card(problem.device)):
         return "cuBLAS is predicted to be faster here"
     return None
 
 
-def _cublas_is_faster(p: GemmProblem, gpu: Card) -> bool:
-    shape = p.m, p.n, num_blocks(p.k), p.b_format.rows
-    return _cublas_declines(p) is None and cublas_is_faster(*shape, gpu)
+def _cublas_is_faster(problem: GemmProblem, gpu: Card) -> bool:
+    shape = problem.m, problem.n, num_blocks(problem.k), problem.b_format.rows
+    return _cublas_declines(problem) is None and cublas_is_faster(*shape, gpu)
 
 
-def predict_gemm(p: GemmProblem, gpu: Card) -> tuple[str, str, float]:
+def predict_gemm(problem: GemmProblem, gpu: Card) -> tuple[str, str, float]:
     """Return the backend on a card with the fast path, the reason, and predicted microseconds."""
-    if not _cublas_is_faster(p, gpu):
-        return "gluon", *_by_tiles(p, gpu)
-    speed = speeds(gpu.name)[CUBLAS[p.b_format.rows]]
-    us = speed.microseconds(p.m, p.n, num_blocks(p.k), gpu.sms)
+    if not _cublas_is_faster(problem, gpu):
+        return "gluon", *_by_tiles(problem, gpu)
+    speed = speeds(gpu.name)[CUBLAS[problem.b_format.rows]]
+    us = speed.microseconds(problem.m, problem.n, num_blocks(problem.k), gpu.sms)
     return "cublas", f"predicted {us:.0f} us", us
 
 

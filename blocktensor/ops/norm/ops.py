@@ -19,7 +19,7 @@ from .row_sums import threads_of
 
 
 def _declines(operands: tuple[Tensor, ...]) -> str | None:
-    """Return why kernels do not take these matrices of rows and, last, a weight."""
+    """Return why kernels do not take these operands: matrices of rows and, last, a weight."""
     *matrices, weight = operands
     x = matrices[0]
     if not all(map(_in_rows, matrices)) or not weight.is_contiguous():

@@ -1,4 +1,4 @@
-"""Say in which order torch's CUDA kernels add the numbers of a row.
+"""Describe the order in which torch's CUDA kernels add the numbers of a row.
 
 The order of a sum decides its last bits. A fused norm adds in the order of torch's ``mean`` and
 ``sum``, so that its results have the bits of the norm that it replaces. ``setReduceConfig`` in
