@@ -268,7 +268,7 @@ def _tensors(output: Any) -> Iterator[Tensor]:
             yield from _tensors([getattr(x, field.name) for field in fields(x)])
 
 
-# What a run changes
+# State that a run changes
 
 
 @contextmanager

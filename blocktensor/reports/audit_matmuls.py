@@ -37,7 +37,7 @@ class Matmul(NamedTuple):
     is_batched: bool = False
 
     def of_tokens(self, tokens: int) -> Matmul:
-        """Return the matmul without the columns that casts have added to ``tokens`` of them."""
+        """Return the matmul with K = ``tokens``, without the zeros that casts have appended."""
         return self._replace(k=tokens, flops=2 * self.batch * self.m * self.n * tokens)
 
 

@@ -130,15 +130,15 @@ class AuditReport(Report):
             ValueError: ``fp8_share`` is not above 0 and at most 1.
         """
         patterns = check_patterns(except_for, "except_for", "lm_head")
-        counted = [e for e in self.entries if not matching(e.module, patterns)]
+        counted = [entry for entry in self.entries if not matching(entry.module, patterns)]
         hidden = [x for x in self.hidden if x.weight and not matching(x.module, patterns)]
         missed = "" if fp8_share is None else _missed(fp8_share, counted)
         all_must = fp8_share is None or missed
-        entries = [e for e in counted if e.reason or (all_must and _why(e))]
+        entries = [entry for entry in counted if entry.reason or (all_must and _why(entry))]
         lines = [str(self._in_high_precision(entries))] if entries else []
         lines += [f"{missed}. All matmuls: {self._totals()}"] if missed else []
         lines += [f"{x}, reads {x.weight}, and may run matmuls that are not shown" for x in hidden]
-        if not any(e.precision == FP8 for e in self.entries):
+        if not any(entry.precision == FP8 for entry in self.entries):
             lines.insert(0, f"no matmul ran in {FP8}")
         if lines:
             raise AssertionError("\n".join(["matmuls that did not run in FP8:", *lines]))
@@ -207,41 +207,41 @@ def _missed(fp8_share: float, counted: Iterable[AuditedMatmul]) -> str:
     if not 0 < fp8_share <= 1:
         raise ValueError(f"fp8_share={fp8_share}: expected a share above 0 and at most 1, e.g. 0.9")
     flops: Counter[bool] = Counter()
-    for e in counted:
-        flops[e.precision == FP8] += e.flops
+    for entry in counted:
+        flops[entry.precision == FP8] += entry.flops
     share = flops[True] / max(flops.total(), 1)
     if share >= fp8_share:
         return ""
     return f"FP8 has {share:.1%} of FLOPs, and fp8_share asks for {fp8_share:.1%}"
 
 
-def _why(e: AuditedMatmul) -> str:
+def _why(entry: AuditedMatmul) -> str:
     """Return why a matmul ran in high precision; empty if it is meant to."""
-    if e.precision == FP8 or e.attention or e.note:
+    if entry.precision == FP8 or entry.attention or entry.note:
         return ""
-    no_weight = f"reads the buffer {e.weight}" if e.weight else "reads no parameter"
-    return e.reason or e.remedy or no_weight
+    no_weight = f"reads the buffer {entry.weight}" if entry.weight else "reads no parameter"
+    return entry.reason or entry.remedy or no_weight
 
 
-def _cells(e: AuditedMatmul) -> tuple[Any, ...]:
-    kind = f"attention {e.kind}" if e.attention else f"{e.kind} {e.note}".rstrip()
-    shape = f"{e.m} x {e.n} x {e.k}"
+def _cells(entry: AuditedMatmul) -> tuple[Any, ...]:
+    kind = f"attention {entry.kind}" if entry.attention else f"{entry.kind} {entry.note}".rstrip()
+    shape = f"{entry.m} x {entry.n} x {entry.k}"
     return (
-        e.module,
-        f"{kind}, recomputed" if e.recomputed else kind,
-        shape if e.batch == 1 else f"{e.batch} x ({shape})",
-        e.precision,
-        e.flops,
-        e.reason.replace(e.weight, pattern(e.weight)) if e.weight else e.reason,
+        entry.module,
+        f"{kind}, recomputed" if entry.recomputed else kind,
+        shape if entry.batch == 1 else f"{entry.batch} x ({shape})",
+        entry.precision,
+        entry.flops,
+        entry.reason.replace(entry.weight, pattern(entry.weight)) if entry.weight else entry.reason,
     )
 
 
-def _group(e: AuditedMatmul, others: Iterable[AuditedMatmul]) -> str:
-    """Return the name of ``e`` in totals: its module, or the pattern of all modules of its kind."""
-    if e.attention:
+def _group(entry: AuditedMatmul, others: Iterable[AuditedMatmul]) -> str:
+    """Return the name in totals: the entry's module, or the pattern of all modules of its kind."""
+    if entry.attention:
         return "attention scores"
-    if e.note:
-        return f"{e.kind} {e.note}"
-    alike = pattern(e.module)
+    if entry.note:
+        return f"{entry.kind} {entry.note}"
+    alike = pattern(entry.module)
     modules = {x.module for x in others if pattern(x.module) == alike and not x.note}
-    return alike if len(modules) > 1 else e.module
+    return alike if len(modules) > 1 else entry.module

@@ -31,7 +31,7 @@ class Rates(NamedTuple):
 
 
 RATES = {"H100": Rates(710e6, 2.75e6), "H200": Rates(690e6, 3.75e6)}
-"""By the name of a card."""
+"""The rates of each card, by its name."""
 
 CAST_US = 3.0
 """Microseconds that each cast takes beyond the bytes that it moves."""

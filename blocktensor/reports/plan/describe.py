@@ -193,7 +193,7 @@ def describe(model: nn.Module, setup: Setup) -> Description:
         ValueError: the model has no linear layers, lazy ones, or more experts for each token than
             there are.
     """
-    if any(is_lazy(p) for p in model.parameters()):
+    if any(is_lazy(parameter) for parameter in model.parameters()):
         raise ValueError(
             f"the {type(model).__name__} has layers without sizes yet: run it once on a batch, or "
             f"build it with nn.Linear in place of nn.LazyLinear"
@@ -215,8 +215,8 @@ def describe(model: nn.Module, setup: Setup) -> Description:
     counted: set[int] = set()
     for name, members in by_block.items():
         known[name] = _block(model, name, members, in_fp8, counted)
-    embeddings = [p for m in model.modules() if isinstance(m, nn.Embedding) for p in [m.weight]]
-    is_tied = any(m.parameter is e for m in of_head for e in embeddings)
+    embeddings = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
+    is_tied = any(matrix.parameter is weight for matrix in of_head for weight in embeddings)
     embedding = _values(embeddings, counted)
     head = _head(model, of_head, in_fp8, counted) if of_head else None
     rest = _values(model.parameters(), counted)

@@ -1,4 +1,4 @@
-"""Models by name, config or module: on the meta device, so that no weights are read."""
+"""Build models by name, config or module on the meta device, so that no weights are read."""
 
 from __future__ import annotations
 
@@ -103,13 +103,13 @@ def _named(name: str, sizes: Mapping[str, Any]) -> tuple[str, Any]:
 
 
 def _made(kind: Any, known: Mapping[str, Any], sizes: Mapping[str, Any]) -> Any:
-    """Return a config of a class, which computes sizes that are not given from those that are."""
+    """Return a config of a class, which computes missing sizes from the given ones."""
     _check(kind(**known), sizes)
     return kind(**{**known, **sizes})
 
 
 def _changed(config: Any, sizes: Mapping[str, Any]) -> Any:
-    """Return a config with other sizes; all that it computed from the former ones stay."""
+    """Return a config with other sizes; values that it computed from the former sizes stay."""
     _check(config, sizes)
     for name, value in sizes.items():
         setattr(config, name, value)

@@ -67,7 +67,7 @@ def plan(
             of transformers, the name of its class, the id of a model whose sizes are known, or a
             folder with a ``config.json``.
         sizes: attributes of the config to change, such as ``{"num_hidden_layers": 4}``.
-        gpus: GPUs. Communication is counted for up to 8, which NVLink connects.
+        gpus: the number of GPUs. Communication is counted for up to 8, which NVLink connects.
         card: ``"H100"`` (80 GB) or ``"H200"`` (141 GB).
         batch: sequences of a microbatch on one GPU.
         sequence: tokens of a sequence.
@@ -81,15 +81,16 @@ def plan(
         master: dtype of the trainable parameters.
         checkpointing: ``"blocks"``: blocks run again in the backward.
         lora: rank of adapters on all linear layers of blocks. The base is frozen, in FP8 or bf16.
-        fuse: with ``blocktensor.fuse``.
-        recompute: ``fuse(model, recompute=True)``.
-        share_inputs: with ``blocktensor.share_inputs``.
+        fuse: the run calls ``blocktensor.fuse``.
+        recompute: it calls ``fuse(model, recompute=True)``.
+        share_inputs: it calls ``blocktensor.share_inputs``.
         compile: ``"blocks"`` or ``"model"``: what ``torch.compile`` compiles.
-        convert_head: the head in FP8, too.
+        convert_head: the head runs in FP8, too.
         loss: ``"logits"``: all logits, their loss in fp32. ``"chunks"``: of the head in FP8 by
             ``functional.linear_cross_entropy``.
-        microbatches: forwards and backwards of a step. FSDP2 reduces gradients in the last.
-        clip: with ``clip_grad_norm_``.
+        microbatches: the number of forwards and backwards in a step. FSDP2 reduces gradients in the
+            last.
+        clip: the step calls ``clip_grad_norm_``.
         skip_small: as in ``convert``.
         recipe: numeric choices; default ``Recipe()``.
 
@@ -172,7 +173,7 @@ def _notes(model: Description, setup: Setup) -> Iterator[str]:
         yield "as under autocast, which has not been compared with measured runs"
 
 
-# What would make it fit
+# Changes that would make it fit
 
 Changes = dict[str, Any]
 

@@ -1,4 +1,4 @@
-"""The report of a plan: memory and time by part in bf16 and in FP8, and what would make it fit."""
+"""Report a plan: memory and time by part in bf16 and in FP8, and changes that make it fit."""
 
 from __future__ import annotations
 
@@ -127,14 +127,15 @@ class TrainingPlan(Report):
         return [*parts, *(textwrap.fill(f"note: {note}", _WIDTH) for note in self.notes)]
 
     def _title(self) -> list[str]:
-        s = self.setup
-        how = {"fsdp2": "FSDP2", "none": "one GPU" if s.gpus == 1 else "DDP"}[s.sharding]
-        lora = f", LoRA of rank {s.lora} on a frozen base" if s.lora is not None else ""
-        times = f", {s.microbatches} microbatches" if s.microbatches > 1 else ""
+        setup = self.setup
+        how = {"fsdp2": "FSDP2", "none": "one GPU" if setup.gpus == 1 else "DDP"}[setup.sharding]
+        lora = f", LoRA of rank {setup.lora} on a frozen base" if setup.lora is not None else ""
+        times = f", {setup.microbatches} microbatches" if setup.microbatches > 1 else ""
         return [
             f"{self.model}: {self.parameters / 1e9:.2f}B parameters{lora}",
-            f"{s.gpus} x {s.card}, {how}: {s.batch} x {s.sequence} tokens a GPU{times}",
-            ", ".join((f"{s.optimizer}, masters {s.master}", *_chosen(s))),
+            f"{setup.gpus} x {setup.card}, {how}: "
+            f"{setup.batch} x {setup.sequence} tokens a GPU{times}",
+            ", ".join((f"{setup.optimizer}, masters {setup.master}", *_chosen(setup))),
         ]
 
     def _memory(self) -> Table:

@@ -1,4 +1,4 @@
-"""The settings of a training run that memory and speed depend on."""
+"""Define the settings of a training run that its memory and speed depend on."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Predict the time of a training step on one GPU, by part.
 
-Matmuls of linear layers: the predictions of ``explain``. Everything else moves bytes or multiplies
-at rates that are measured; each names the file of benchmarks/results that it comes from.
+Times of linear layers' matmuls are the predictions of ``explain``. Everything else moves bytes or
+multiplies at measured rates; the comment on each rate names its file in benchmarks/results.
 """
 
 from __future__ import annotations
