@@ -43,9 +43,9 @@ def linear(
 
     A converted model (:func:`blocktensor.convert`) computes the same bits.
 
-    With ``torch.compile`` and activation checkpointing together, torch 2.11 saves intermediates of
-    this function within a checkpointed region, as of any ``autograd.Function`` (pytorch#177396;
-    2.13 does not): convert the model there.
+    With ``torch.compile`` and activation checkpointing together, torch 2.11 saves the intermediates
+    of any ``autograd.Function``, including this one, within a checkpointed region (pytorch#177396;
+    fixed in 2.13). Convert the model instead.
 
     Args:
         x: ``[..., K]`` bf16, fp16 or fp32, or ``blocktensor.quantize(x)``.
@@ -92,9 +92,9 @@ def gated_mlp(
     casts it, so that h is never stored in high precision. In backward, one kernel does the same for
     the gradients of gate and up. Forward and backward have the same bits as three :func:`linear`
     with eager ops between them. With ``Recipe(wgrad_input="high_precision")``, whose weight
-    gradients read high precision, it runs these instead.
+    gradients read tensors in high precision, the separate ops run instead.
 
-    :func:`blocktensor.fuse` lets the MLPs of a converted model run so.
+    :func:`blocktensor.fuse` makes the MLPs of a converted model use this function.
 
     Args:
         x: ``[..., K]`` bf16, fp16 or fp32, or ``blocktensor.quantize(x)``.
@@ -105,8 +105,8 @@ def gated_mlp(
             ``[2I]``, None and ``[N]``. Where a bias of gate or up is trained, the gradients of gate
             and up are stored in high precision.
         activation: "silu", "gelu" (by erf), "gelu_tanh" (by tanh), or "relu2" (the square of relu).
-        recompute: save no form of h, for any activation, and compute one gradient after the other
-            in backward: this takes the least memory, and two more reads.
+        recompute: save no form of h, for any activation, and compute the gradients of gate and up
+            one after the other. This needs the least memory, and two more reads.
         recipe: numeric choices; default: the recipe of the weights, or ``Recipe()`` if they are
             plain.
 
@@ -296,9 +296,9 @@ def _gated(
     biases: tuple[Tensor | None, Tensor | None, Tensor | None],
     *how: Any,
 ) -> Tensor:
-    """Run a gated MLP, or experts with ``offs``; the plan checks ``w_down``.
+    """Run a gated MLP or, with ``offs``, gated experts. The plan checks ``w_down``.
 
-    ``how``: offs, activation, recompute and recipe.
+    ``how``: the arguments offs, activation, recompute and recipe.
     """
     offs, _, recompute, recipe = how
     _check(None, {}, {"w_gate": weights[0], "w_up": weights[1]})
@@ -315,8 +315,8 @@ def _gated(
 def _stays_whole(w: Tensor | None, recipe: Recipe | None = None) -> bool:
     """Return True if a matmul with ``w`` must be a torch function while Dynamo traces.
 
-    Dynamo traces into other functions. It would take the casts of a weight for inputs of its graph,
-    which every guard would compute again.
+    Dynamo traces into functions that are not torch's. The cached casts of a weight would then
+    become inputs of its graph, and every guard would cast again.
 
     Raises:
         NotImplementedError: ``recipe`` is not the weight's, and torch functions take none.

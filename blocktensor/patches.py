@@ -38,17 +38,17 @@ class Patch:
 
     Attributes:
         name: names it in ``BLOCKTENSOR_WITHOUT_PATCHES``.
-        target: ``module:attribute`` of what is replaced. An instance has no such name: the class
-            that its own class is derived from.
-        kind: the attribute is replaced, for good or within a ``with``; single instances get a
-            derived class; or a function is added to the library's global hooks.
-        reason: what the library does without it.
-        versions: of the library, with which it was seen to be needed.
-        when: the first use, which applies it.
+        target: ``module:attribute`` of what is replaced; for patches of instances, the class of
+            these instances.
+        kind: how the library is changed: an attribute is replaced, for good or within a ``with``;
+            single instances get a derived class; or a function is added to global hooks.
+        reason: what the library does without the patch.
+        versions: the versions of the library that were seen to need the patch.
+        when: the first use of blocktensor that applies the patch.
         test: the test that fails without it.
-        without: what does not work if it is left out.
-        is_required: leaving it out raises at the first use; else it warns.
-        original: what was replaced.
+        without: what does not work if the patch is left out.
+        is_required: if True, leaving the patch out raises at the first use; otherwise it warns.
+        original: the object that was replaced.
     """
 
     name: str
@@ -70,32 +70,31 @@ class Patch:
     _lock: Any = field(default_factory=threading.RLock, init=False, repr=False)
 
     def made_by(self, make: _Made) -> _Made:
-        """Take the function that makes the replacement: a decorator, which changes nothing yet.
+        """Register the function that makes the replacement. A decorator; it applies nothing.
 
         Args:
-            make: ``make(original)`` returns what to put in its place. Of a class of instances it
-                gets their class and returns a derived one; of a global hook it gets nothing, adds
-                the hook, and returns its handle.
+            make: ``make(original)`` returns the replacement. For patches of instances, it gets
+                their class and returns a derived class; for a global hook, it gets nothing, adds
+                the hook, and returns the handle of the hook.
         """
         self._make = make  # type: ignore[assignment]
         return make
 
     @property
     def is_declared(self) -> bool:
-        """Return True if a module has said how it is made: some versions do not need it."""
+        """Return True if :meth:`made_by` was called; versions that need no patch do not call it."""
         return self._make is not None
 
     @property
     def is_applied(self) -> bool:
-        """Return True if the library has it now, or if instances have."""
+        """Return True if the replacement is in place now, or if instances have a derived class."""
         return bool(self._derived) or self._is_on(self._find())
 
     def apply(self) -> bool:
-        """Put the replacement in its place, unless that was done. Threads take turns.
+        """Put the replacement in place, unless it is there already. Threads take turns.
 
         Returns:
-            False, and nothing changes, if the library is not imported, which this does not do, or
-            the patch is left out.
+            False, without a change, if the library is not imported yet or the patch is left out.
 
         Raises:
             ValueError: ``BLOCKTENSOR_WITHOUT_PATCHES`` has a name that no patch has.
@@ -115,7 +114,7 @@ class Patch:
                 self._ours = make()
             else:
                 name = self._attribute
-                held = vars(owner).get(name, _ABSENT)  # of a class, with its staticmethod
+                held = vars(owner).get(name, _ABSENT)  # a staticmethod, which getattr would unwrap
                 original = getattr(owner, name, None)
                 missing = held is _ABSENT and not hasattr(owner, name)
                 setattr(owner, name, make(original))
@@ -161,7 +160,7 @@ class Patch:
 
     @contextmanager
     def during(self) -> Iterator[None]:
-        """Apply it until the ``with`` ends. Threads take turns; a ``with`` in it applies it again.
+        """Apply the patch until the ``with`` ends. Threads take turns; nested ones are allowed.
 
         Raises:
             ValueError, NotImplementedError: as :meth:`apply`.
@@ -187,11 +186,11 @@ class Patch:
                     setattr(owner, name, before)
 
     def give_class(self, instance: Any, *how: Any) -> None:
-        """Give one object of another library the class derived from its class, once.
+        """Change the class of one object of another library to a derived class, once.
 
         Args:
             instance: the object.
-            how: other arguments of the function that makes the class.
+            how: further arguments for the function that makes the class.
 
         Raises:
             ValueError, NotImplementedError: as :meth:`apply`.
@@ -208,7 +207,7 @@ class Patch:
             self._derived.add(derived)
 
     def state(self) -> str:
-        """Return what is so in this process: applied, left out, or not applied (yet)."""
+        """Return the state in this process: "applied", "left out" or "not applied" (yet)."""
         if self.is_applied:
             return "applied"
         return "left out" if self.name in _left_out() else "not applied"
@@ -226,7 +225,7 @@ class Patch:
         return owner
 
     def _is_on(self, owner: Any) -> bool:
-        """Return True unless the library was imported anew, or has its own function back."""
+        """Return True if the replacement is in place in ``owner``, which may be a new import."""
         if owner is None or owner is not self._owner:
             return False
         return self.kind == "global hook" or self._now(owner) is not self._held

@@ -1,7 +1,8 @@
 """Fill the tables of ops that FP8 tensors implement, and register their types with torch.
 
-``import blocktensor`` imports this module. The tables lie below the modules that fill them, and so
-does the table of patches (``patches.py``), which are applied later.
+``import blocktensor`` imports this module. The modules that it imports enter their functions into
+tables of lower modules; they also complete the table of patches (``patches.py``), which are applied
+later.
 """
 
 import torch

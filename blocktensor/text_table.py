@@ -33,7 +33,7 @@ class Table(NamedTuple):
         return "\n".join((*head, rule, *(line for lines in body for line in lines)))
 
     def html(self) -> str:
-        """Return the table as HTML; notebooks style it, but would put all cells to the right."""
+        """Return the table as HTML, aligned to the left: notebooks would align it to the right."""
         head, *body = (
             "<tr>"
             + "".join(f'<{tag} style="text-align: left">{_escaped(cell)}</{tag}>' for cell in row)
@@ -105,7 +105,7 @@ def _widths(cells: Sequence[Sequence[str]], limit: int | None) -> list[int]:
     if limit is None:
         return widths
     least = [max(len(x.rstrip()) for cell in c for x in BREAK.split(cell)) for c in columns]
-    # Headers break first: that costs a line in all, and a cell that breaks a line in its row.
+    # Break headers first: this adds a line to the table, a broken cell a line to its row.
     with_cells = [max([n, *map(len, c[1:])]) for n, c in zip(least, columns, strict=True)]
     for floors in (with_cells, least):
         while _row_width(widths) > limit and widths != floors:
@@ -137,9 +137,9 @@ def _broken(cell: str, width: int) -> list[str]:
 
 
 def plain(value: Any) -> Any:
-    """Return a value for JSON; of an object, a dictionary of its attributes and properties.
+    """Convert a value to JSON types; an object becomes a dict of its attributes and properties.
 
-    Properties that select entries, tuples, are left out.
+    Properties that return tuples are left out: they repeat entries of an attribute.
     """
     if value is None or isinstance(value, (str, int, float)):
         return value
@@ -202,7 +202,7 @@ def _in_braces(names: Sequence[tuple[str, ...]]) -> str:
     """Join names, given as parts: ``a.q.w``, ``a.k.w``, ``b`` become ``a.{q, k}.w, b``."""
     if len(names) == 1:
         return ".".join(names[0])
-    inside = min(map(len, names)) - 1  # what differs has one part at least
+    inside = min(map(len, names)) - 1  # leave at least one part that differs
     first = _equal_parts(names, inside)
     last = _equal_parts([name[::-1] for name in names], inside - first)
     groups: dict[str, list[tuple[str, ...]]] = {}
