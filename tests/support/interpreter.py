@@ -79,12 +79,32 @@ def _prepare() -> None:
     patch = pytest.MonkeyPatch()
     patch.setattr(Launch, "__call__", _launch)
     patch.setattr(interpreter, "_convert_float", _convert)
+    patch.setattr(interpreter, "_patch_lang", _patched_once(interpreter._patch_lang))
     builder = interpreter.InterpreterBuilder
     for name in ("create_masked_load", "create_masked_store"):
         patch.setattr(builder, name, _checked(getattr(builder, name)))
     patch.setattr(builder, "create_dot", _dot(builder.create_dot))
     patch.setattr(builder, "create_fma", _fma)
     patch.setattr(builder, "create_inline_asm", _inline_asm)
+
+
+_patched: set[int] = set()
+"""The modules of Triton's language that are patched for the running kernel."""
+
+
+def _patched_once(patch_language: Callable[..., Any]) -> Callable[..., Any]:
+    """Patch the language once for a kernel: Triton does so again in each call of a function."""
+    from triton import language
+    from triton.runtime import interpreter
+
+    def patch(function: Any) -> Any:
+        seen = {id(x) for x in function.__globals__.values() if x is language or x is language.core}
+        if seen <= _patched:
+            return interpreter._LangPatchScope()
+        _patched.update(seen)
+        return patch_language(function)
+
+    return patch
 
 
 _MARGIN = 4096
@@ -115,6 +135,7 @@ def _launch(self: Launch) -> None:
     places = sorted((wide.data_ptr() + _MARGIN, len(whole)) for whole, wide in copies.values())
     starts, sizes = np.array(places, np.uint64).T
     _places = starts, starts + sizes
+    _patched.clear()
     self.kernel[self.grid](*args, **self.constants)
     for whole, wide in copies.values():
         whole.copy_(wide[_MARGIN:-_MARGIN])
