@@ -18,8 +18,8 @@ from .timing import Call
 KINDS: dict[str, tuple[str, ...]] = {
     "weight_transposes": ("transpose_128x128_kernel",),
     "weight_casts": ("cast_128x128_kernel", "block_kernel"),
-    "activation_casts": ("cast_columnwise_kernel", "cast_1x128_kernel"),
-    "gemms": ("gemm", "grouped", "cutlass", "nvjet", "wgrad_kernel", "sum_kernel"),
+    "activation_casts": ("columnwise_kernel", "cast_1x128_kernel", "words_kernel"),
+    "gemms": ("gemm", "grouped", "cutlass", "nvjet", "wgrad_kernel", "sum_kernel", "thin_"),
     "copies": ("memcpy", "memset"),
 }
 """Parts of the names of kernels, by what they do: ours, then those of bf16. The first that fits."""
