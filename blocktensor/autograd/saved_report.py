@@ -19,8 +19,8 @@ IN_FP8 = "FP8"
 PACKED_IN_GRAPH = "FP8, by a compiled graph"
 IN_GRAPH = "by a compiled graph"
 
-_HOW = {IN_FP8: "in FP8", PACKED_IN_GRAPH: "packed by a compiled graph"}
-"""How packed tensors are saved, by kind."""
+_IN_WORDS = {IN_FP8: "in FP8", PACKED_IN_GRAPH: "packed by a compiled graph"}
+"""The words of tables for tensors that are packed, by ``kept_as``."""
 
 _Counts: TypeAlias = dict[tuple[str, torch.dtype, tuple[int, ...]], list[int]]
 """The number of tensors and bytes before and after, by how they are kept, dtype and shape."""
@@ -94,7 +94,7 @@ class SavedReport(Report):
                 kind.tensors,
                 human_bytes(kind.bytes_before),
                 human_bytes(kind.bytes_after),
-                _HOW.get(kind.kept_as, f"as it is: {kind.kept_as}"),
+                _IN_WORDS.get(kind.kept_as, f"as it is: {kind.kept_as}"),
             )
             for kind in self.kinds
         ]

@@ -349,7 +349,7 @@ def rows_on_the_page() -> dict[str, list[float]]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_table_on_the_page(kind: str, device: torch.device) -> None:
-    """What a weight gradient loses if tokens arrive in FP8: nothing more than by a cast here."""
+    """A weight gradient of tokens that arrive in FP8 loses no more than by a cast here."""
     x, grad, w = (part.bfloat16().to(device) for part in drawn(kind))
     exact = grad.double().t() @ x.double()
 

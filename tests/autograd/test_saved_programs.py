@@ -96,7 +96,7 @@ STEPS = steps(
 
 
 class Way(NamedTuple):
-    """How a program saves tensors: in a context, and in another one inside of it."""
+    """The contexts in which a program saves tensors: one, and another inside of it."""
 
     context: Callable[[], Any]
     excluded: Callable[[], Any]

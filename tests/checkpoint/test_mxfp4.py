@@ -93,7 +93,7 @@ def test_masters_and_forwards_in_powers_of_two_are_exact(tmp_path: Path) -> None
 
 
 def test_blocks_that_are_not_exact_are_counted_by_name(tmp_path: Path) -> None:
-    """Where the scales of a block are more than 14 binades apart."""
+    """Scales of one block that are more than 14 binades apart."""
     tensors: dict[str, Tensor] = {}
     for name, far in (("0", 15), ("1", 14)):
         codes, exponents = codes_of(256, 256)
@@ -108,7 +108,7 @@ def test_blocks_that_are_not_exact_are_counted_by_name(tmp_path: Path) -> None:
 
 
 def test_matrices_of_each_expert(tmp_path: Path) -> None:
-    """As DeepSeek-V4 stores them: gate and up are rows of one stack here."""
+    """The stored layout is DeepSeek-V4's; gate and up are rows of one stack here."""
     model, tensors, want = nn.Module(), {}, {}
     model.experts = nn.Module()
     for stack, names, shape in (

@@ -134,7 +134,7 @@ def low_rank_fprops() -> Iterator[tuple[Tile, int, bool, int]]:
     ("tile", "rank", "bias", "n"), [*low_rank_fprops()], ids=lambda x: str(x)[:40]
 )
 def test_grouped_fprop_with_a_low_rank_product(tile: Tile, rank: int, bias: bool, n: int) -> None:
-    """As many tensor core instructions as the padded rank needs, and no waits among them."""
+    """The kernel has the tensor core instructions of the padded rank, and no waits among them."""
     a, b, out = cast_like(TOKENS, K), cast_like(EXPERTS, n, K, rows=128), like(TOKENS, n)
     added = like(EXPERTS, n) if bias else None
     low_rank = like(TOKENS, rank), like(EXPERTS, n, rank)

@@ -25,6 +25,17 @@ def _known(amax_bits):
     return tl.where(amax_bits < INF_BITS, amax_bits, NAN_BITS)
 
 
+@triton.jit
+def _block(tile_m, rows, columns, offs_ptr, groups, GROUPS: tl.constexpr):
+    # The first row of a block, the rows that it has, and the columns to write of their transpose
+    if GROUPS:
+        first, rows_left, has_group, _ = rows_of_block(tile_m, offs_ptr, groups, rows, GROUPS)
+        col_left = tl.where(has_group & (tile_m * 128 < columns), 128, 0)
+        return first.to(tl.int64), rows_left, col_left
+    else:
+        return tile_m.to(tl.int64) * 128, rows - tile_m * 128, columns - tile_m * 128
+
+
 @triton.jit(do_not_specialize=["rows", "scale_ld", "col_scale_ld", "blocks_k", "groups", "columns"])
 def columnwise_kernel(
     data_ptr, scale_ptr, col_ptr, col_scale_ptr, rows, cols, stride_m, scale_ld, out_ld,
@@ -41,16 +52,10 @@ def columnwise_kernel(
     if WIDE:  # offsets inside a tile pass 2^31
         m = m.to(tl.int64)
     col_m = tile_m.to(tl.int64) * 128
+    first_m, rows_left, col_left = _block(tile_m, rows, columns, offs_ptr, groups, GROUPS)
     if GROUPS:
-        first_m, rows_left, has_group, _ = rows_of_block(tile_m, offs_ptr, groups, rows, GROUPS)
-        first_m = first_m.to(tl.int64)
-        col_left = tl.where(has_group & (tile_m * 128 < columns), 128, 0)
         if col_left == 0:
             return
-    else:
-        first_m = col_m
-        rows_left = rows - tile_m * 128
-        col_left = columns - tile_m * 128
     cols_left = cols - tile_k * 128
     first_k = tile_k.to(tl.int64) * 128
     source = data_ptr + first_m * stride_m + first_k + (m[:, None] * stride_m + k[None, :])
@@ -224,17 +229,10 @@ def words_kernel(
     i = tl.arange(0, 32)
     w = tl.arange(0, 32)
     m = i * 4
-    col_m = tile_m.to(tl.int64) * 128
+    first_m, rows_left, col_left = _block(tile_m, rows, columns, offs_ptr, groups, GROUPS)
     if GROUPS:
-        first_m, rows_left, has_group, _ = rows_of_block(tile_m, offs_ptr, groups, rows, GROUPS)
-        first_m = first_m.to(tl.int64)
-        col_left = tl.where(has_group & (tile_m * 128 < columns), 128, 0)
         if col_left == 0:
             return
-    else:
-        first_m = col_m
-        rows_left = rows - tile_m * 128
-        col_left = columns - tile_m * 128
     words_left = words - tile_k * 32
     if WIDE:
         m = m.to(tl.int64)

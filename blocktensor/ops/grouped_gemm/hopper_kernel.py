@@ -82,14 +82,6 @@ def _store(acc, items, slot, target, N, WG: gl.constexpr, OUT: gl.constexpr, T: 
         )
 
 
-@gluon.constexpr_function
-def _layout_of_16_bits(width):
-    """Return the registers of :func:`raw_layout`, for a product of operands of 16 bits."""
-    return gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, width, 16]
-    )
-
-
 @gluon.jit
 def _add_low_rank(
     raw, acc, stages, low_rank, stage, next_stage, next_phase, last, WG: gl.constexpr,
@@ -101,7 +93,7 @@ def _add_low_rank(
     COUNT: gl.constexpr = T.products
     PIECES: gl.constexpr = T.pieces
     LAYOUT: gl.constexpr = raw_layout(T.width)
-    OF_16_BITS: gl.constexpr = _layout_of_16_bits(T.width)
+    OF_16_BITS: gl.constexpr = raw_layout(T.width, 16)
     for i in gl.static_range(COUNT):
         (product,) = raw
         product = gl.convert_layout(product, OF_16_BITS, assert_trivial=True)

@@ -6,10 +6,13 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
 
 @gluon.constexpr_function
-def raw_layout(width):
-    """Return the registers of a raw accumulator of ``width`` columns."""
+def raw_layout(width, depth=32):
+    """Return the registers of a raw accumulator of ``width`` columns.
+
+    An instruction multiplies ``depth`` columns of the operands: 32 in FP8, 16 of 16 bits.
+    """
     return gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, width, 32]
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, width, depth]
     )
 
 
