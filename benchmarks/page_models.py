@@ -124,6 +124,42 @@ def memory(content: Content, page: Path) -> list[str]:
     )
 
 
+def saved(content: Content, page: Path) -> list[str]:
+    """Memory and time of steps that save activations in FP8."""
+    rows = [
+        (
+            r["variant"],
+            r["mode"],
+            r["tokens"],
+            f"{r['held_mib'] / 1024:.2f}",
+            times(r["held_of_bf16"]),
+            f"{r['peak_mib'] / 1024:.2f}",
+            times(r["peak_of_bf16"]),
+            times(r["speedup"]),
+            times(r["of_own"]),
+        )
+        for r in content["rows"]
+    ]
+    header = (
+        "",
+        "mode",
+        "tokens",
+        "waits for backward, GiB",
+        "over bf16",
+        "peak, GiB",
+        "over bf16",
+        "speed over bf16",
+        "over the same, saved in high precision",
+    )
+    return section(
+        f"**Activations saved in FP8** ({content['rows'][0]['layers']} layers of transformers' "
+        "Llama-8B, forward + backward; attention without a mask):",
+        header,
+        rows,
+        content,
+    )
+
+
 def hf_llama(content: Content, page: Path) -> list[str]:
     """Training steps of transformers' Llama."""
     rows = [

@@ -99,19 +99,25 @@ def step(model: Any, tokens: torch.Tensor) -> Call:
     return once
 
 
-@contextmanager
-def causal_attention(model: Any) -> Iterator[None]:
-    """Give attention no mask within the block, and ``is_causal`` instead.
+def use_causal_attention(model: Any) -> None:
+    """Give attention no mask, and ``is_causal`` instead.
 
-    While a stream is captured, transformers cannot read whether sequences are packed, and builds a
-    mask with which torch takes a slow kernel. An eager step finds out, and needs no mask.
+    While a stream is captured or a model is compiled, transformers cannot read whether sequences
+    are packed, and builds a mask with which torch takes a slow kernel. An eager step finds out, and
+    needs no mask.
     """
     from transformers import AttentionInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     AttentionInterface.register("causal", sdpa_attention_forward)
-    before = model.config._attn_implementation
     model.config._attn_implementation = "causal"
+
+
+@contextmanager
+def causal_attention(model: Any) -> Iterator[None]:
+    """Use causal attention within the block."""
+    before = model.config._attn_implementation
+    use_causal_attention(model)
     try:
         yield
     finally:

@@ -77,7 +77,13 @@ def _topic(file: str, **sections: Section) -> Page:
 
 TOPICS = (
     _topic("linear", linear=page_ops.linear),
-    _topic("blocks", block=page_models.block, layer=page_models.layer, memory=page_models.memory),
+    _topic(
+        "blocks",
+        block=page_models.block,
+        layer=page_models.layer,
+        memory=page_models.memory,
+        saved=page_models.saved,
+    ),
     _topic(
         "models", popular=page_models.popular, hf_llama=page_models.hf_llama, head=page_models.head
     ),

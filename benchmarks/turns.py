@@ -41,9 +41,9 @@ def measured_in_turns(
     rounds: int,
     block_ms: float = 60.0,
     clock: Clock = on_gpu,
-    peak_of: Callable[[Call], int] = peak,
-) -> tuple[dict[str, float], dict[str, int]]:
-    """Return milliseconds a call, and peak bytes, by ``variant/mode``.
+    peak_of: Callable[[Call], Any] = peak,
+) -> tuple[dict[str, float], dict[str, Any]]:
+    """Return milliseconds a call, and peak bytes or what ``peak_of`` returns, by ``variant/mode``.
 
     Raises:
         RuntimeError: with the traceback of a variant that failed.
@@ -80,7 +80,7 @@ def in_groups(names: Sequence[str], at_once: int) -> Iterator[tuple[list[str], l
 
 def _turns(
     pipes: Mapping[str, Any], rounds: int, block_ms: float
-) -> tuple[dict[str, float], dict[str, int]]:
+) -> tuple[dict[str, float], dict[str, Any]]:
     keys = [(name, mode) for name, pipe in pipes.items() for mode in _answer(name, pipe)]
 
     def ask(key: tuple[str, str], count: int) -> Any:
@@ -110,7 +110,7 @@ def _answer(name: str, pipe: Any) -> Any:
 
 
 def _serve(
-    pipe: Any, prepare: Prepare, name: str, clock: Clock, peak_of: Callable[[Call], int]
+    pipe: Any, prepare: Prepare, name: str, clock: Clock, peak_of: Callable[[Call], Any]
 ) -> None:
     """Prepare, answer with the modes, and then each request with a time, or a peak for 0 calls."""
     torch.autograd.set_multithreading_enabled(False)  # as torchtitan does; docs/faq.md

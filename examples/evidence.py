@@ -82,13 +82,31 @@ VARIANTS = {
     "fp8_128x128": "--variant 'fp8, wgrad_input=128x128'",
     "fp8_power_of_two": "--variant 'fp8, scale=power_of_two, wgrad_input=1x128'",
     "fp8_high_precision": "--variant 'fp8, wgrad_input=high_precision'",
+    "fp8_activations_power_of_two": "--variant 'fp8, activations in powers of two'",
+    "fp8_saved": "--variant 'fp8, wgrad_input=128x128' --saved-in-fp8",
 }
 
+VARIANTS_TRIED = (
+    "bf16",
+    "bf16_moved",
+    "fp8_1x128",
+    "fp8_128x128",
+    "fp8_power_of_two",
+    "fp8_high_precision",
+)
+
 SEEDS = {
-    "120m": dict.fromkeys(VARIANTS, 8),
-    "320m": {"bf16": 4, "fp8_1x128": 4, "fp8_128x128": 4, "bf16_moved": 2, "fp8_power_of_two": 2},
-    "experts": {"bf16": 3, "fp8_1x128": 3, "fp8_128x128": 3},
-    "1100m": {"bf16": 1, "fp8_128x128": 1},
+    "120m": dict.fromkeys(VARIANTS, 8) | {"fp8_activations_power_of_two": 4, "fp8_saved": 4},
+    "320m": {
+        "bf16": 4,
+        "fp8_1x128": 4,
+        "fp8_128x128": 4,
+        "bf16_moved": 2,
+        "fp8_power_of_two": 2,
+        "fp8_saved": 4,
+    },
+    "experts": dict.fromkeys(("bf16", "fp8_1x128", "fp8_128x128"), 4),
+    "1100m": dict.fromkeys(("bf16", "fp8_128x128"), 3),
 }
 """How many seeds of each variant run at each size."""
 
@@ -114,7 +132,7 @@ def queue() -> list[Run]:
     tried += [
         (name, variant, seed, f"{VARIANTS[variant]} --seed {seed}")
         for name, variants, seeds in [
-            ("between", VARIANTS, 4),
+            ("between", VARIANTS_TRIED, 4),
             ("long_warmup", pairs, 2),
             ("smear", pairs, 2),
             ("smear_fast", pairs, 2),

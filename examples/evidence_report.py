@@ -30,6 +30,8 @@ RECIPES = {
     "fp8_1x128": "`Recipe.deepseek()`",
     "fp8_power_of_two": '`Recipe(scale="power_of_two", wgrad_input="1x128")`',
     "fp8_high_precision": "`Recipe.accurate()`",
+    "fp8_activations_power_of_two": '`Recipe(scale=Scales(activations="power_of_two"))`',
+    "fp8_saved": "`Recipe()` in `saved_tensors_in_fp8()`",
 }
 """What users call the variants. Chance alone moves a loss as far as the first."""
 
@@ -132,6 +134,8 @@ COLOURS = {
     "fp8_1x128": "#4477aa",
     "fp8_power_of_two": "#ccbb44",
     "fp8_high_precision": "#228833",
+    "fp8_activations_power_of_two": "#66ccee",
+    "fp8_saved": "#aa3377",
 }
 """Red is the default of the library, in every figure."""
 

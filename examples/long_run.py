@@ -45,6 +45,9 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
     "fp8, wgrad_input=1x128": {"wgrad_input": "1x128"},
     "fp8, wgrad_input=128x128": {"wgrad_input": "128x128"},
     "fp8, wgrad_input=high_precision": {"wgrad_input": "high_precision"},
+    "fp8, activations in powers of two": {
+        "scale": blocktensor.Scales(activations="power_of_two"),
+    },
 }
 """Arguments of the recipe; None: not converted."""
 
@@ -94,6 +97,7 @@ class Training:
             )
             if options.fuse:
                 print(blocktensor.fuse(self.model))
+        self.saving = blocktensor.saved_tensors_in_fp8(options.saved_in_fp8)
         if options.compile:
             for block in self.model.blocks:
                 block.compile()
@@ -140,7 +144,7 @@ class Training:
     def loss(self, windows: Tensor) -> Tensor:
         """Mean cross-entropy in nats a token, of windows ``[batch, seq + 1]``."""
         windows = windows.to(self.device, torch.long)
-        with torch.autocast(self.device.type, torch.bfloat16):
+        with torch.autocast(self.device.type, torch.bfloat16), self.saving:
             logits = self.model(windows[:, :-1])
         return F.cross_entropy(logits.float().flatten(0, 1), windows[:, 1:].flatten())
 
@@ -215,6 +219,8 @@ class Training:
         variant = options.variant
         if options.fuse:
             variant += ", fused"
+        if options.saved_in_fp8:
+            variant += ", activations saved in FP8"
         if options.move:
             variant += f", weights moved by {options.move:g}"
         return {
@@ -262,6 +268,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--compile", action=argparse.BooleanOptionalAction, default=True, help="blocks")
     add("--move", type=float, default=0.0, metavar="X", help="change initial weights by X of them")
     add("--fuse", action="store_true", help="cast inside of SwiGLU (blocktensor.fuse)")
+    add("--saved-in-fp8", action="store_true", help="activations that wait for the backward")
     add("--convert-small", action="store_true", help="also weights that gain no speed")
     add("--evaluate-every", type=int, default=500, help="steps (default: %(default)s)")
     add("--save-every", type=float, default=120, help="seconds (default: %(default)s)")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks import block, experts, head, hf_llama, memory, popular, shards
+from benchmarks import block, experts, head, hf_llama, memory, popular, saved, shards
 from benchmarks.llama import Shape, stack, step
 from benchmarks.routing import combined, inverse, permuted, rows_of_tokens
 from benchmarks.timing import Call
@@ -275,6 +275,37 @@ def test_what_eager_saves_by_policy() -> None:
     # without weight gradients no linear saves its input
     assert got["fp8, frozen"] == got["bf16, frozen"]
     assert got["bf16, frozen"] <= got["bf16"] - 2 * inputs
+
+
+SAVED = saved.Shape(hidden=512, inner=640, heads=4, kv_heads=2, layers=2)
+
+
+def test_variants_that_save_in_fp8_save_less_and_compute_the_same() -> None:
+    pytest.importorskip("transformers")
+    x, grad = randn(1, 128, SAVED.hidden, grad=True), randn(1, 128, SAVED.hidden, seed=1)
+    outputs: dict[str, Tensor] = {}
+    gradients: dict[str, Tensor] = {}
+    bytes_saved: dict[str, int] = {}
+    for name in saved.VARIANTS:
+        model = saved.make_model(name, SAVED, "cpu")
+        step = saved.Step(model, model, x, grad, saved.IN_FP8 in name)
+        step()
+        gradients[name] = model.layers[1].mlp.down_proj.weight.grad
+        outputs[name] = step.forward()
+        step.drop_gradients()
+        assert x.grad is None
+        if saved.IN_FP8 in name:
+            bytes_saved[name] = step.context.bytes_after  # type: ignore[union-attr]
+            assert step.context.bytes_before > bytes_saved[name]  # type: ignore[union-attr]
+    for name, output in outputs.items():
+        assert torch.equal(output, outputs[name.partition(",")[0]])
+        noise = (gradients[name] - gradients["bf16"]).float().norm()
+        assert noise < gradients["bf16"].float().norm() / 10  # 20 dB
+        assert torch.equal(gradients[name], gradients["bf16"]) == (
+            name in ("bf16", "bf16, checkpoints")
+        )
+    least, half, checkpoints = (bytes_saved[name] for name in saved.VARIANTS[-3:])
+    assert checkpoints < half < least < bytes_saved["fp8, saved in FP8"]
 
 
 def test_tokens_go_to_their_experts_and_back() -> None:

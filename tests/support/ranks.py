@@ -192,7 +192,8 @@ class _Group:
         self._folder = tempfile.TemporaryDirectory()
         self._pipes: list[Any] = []
         self._processes: list[Any] = []
-        context = forking()
+        # libraries count GPUs when they are imported, and CUDA starts in no fork of such a process
+        context = forking() if device == "cpu" else multiprocessing.get_context("spawn")
         for rank in range(world):
             ours, theirs = context.Pipe()
             arguments = rank, world, device, self._folder.name, theirs, options
