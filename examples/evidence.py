@@ -4,7 +4,8 @@
     python examples/evidence.py make runs/kernel_text --group 320m --stop-after 500
     python examples/evidence.py report --out docs/evidence.md
 
-``make`` makes the runs that have no result yet, one on each GPU at a time, each in its own process.
+``make`` makes the runs that have no result yet, one or more on each GPU at a time, each in its own
+process.
 Results are in two tables in benchmarks/results/evidence (common/curves.py). A run that was stopped
 goes on from ``--work``.
 
@@ -177,44 +178,50 @@ def command(run: Run, data: Path, work: Path, stop_after: float) -> list[str]:
     return [sys.executable, script, str(data), *run.arguments, "--save-every", "100000", *where]
 
 
-def make(runs: Sequence[Run], data: Path, work: Path, devices: int, until: float) -> None:
-    """Make ``runs`` until the clock shows ``until``, one on each device at a time."""
-    waiting, running = list(runs), dict[int, tuple[Run, subprocess.Popen[bytes]]]()
+def make(
+    runs: Sequence[Run], data: Path, work: Path, devices: int, until: float, at_once: int = 1
+) -> None:
+    """Make ``runs`` until the clock shows ``until``, ``at_once`` of them on each device."""
+    waiting, running = list(runs), dict[tuple[int, int], tuple[Run, subprocess.Popen[bytes]]]()
     work.mkdir(parents=True, exist_ok=True)
+    places = [(device, place) for place in range(at_once) for device in range(devices)]
     while waiting or running:
-        for device in range(devices):
+        for place in places:
             left = until - time.monotonic()
-            if device not in running and waiting and left > SHORTEST:
+            if place not in running and waiting and left > SHORTEST:
                 run = waiting.pop(0)
                 log = (work / f"{run.name}.log").open("ab")
                 process = subprocess.Popen(
                     command(run, data, work, left - 10),
                     env={
                         **os.environ,
-                        "CUDA_VISIBLE_DEVICES": str(device),
+                        "CUDA_VISIBLE_DEVICES": str(place[0]),
                         "OMP_NUM_THREADS": "8",  # more of them wait for each other
                     },
                     stdout=log,
                     stderr=subprocess.STDOUT,
                 )
-                running[device] = run, process
-            elif device in running and running[device][1].poll() is not None:
-                run, process = running.pop(device)
-                collect(run, work, process.returncode)
+                running[place] = run, process
+            elif place in running and running[place][1].poll() is not None:
+                run, process = running.pop(place)
+                collect(run, work, process.returncode, is_timed=at_once == 1)
         if waiting and not running and until - time.monotonic() <= SHORTEST:
             break
         time.sleep(0.2)
     print(f"{len(waiting)} runs are left")
 
 
-def collect(run: Run, work: Path, status: int) -> None:
-    """Keep the result of a run that is whole."""
+def collect(run: Run, work: Path, status: int, is_timed: bool = True) -> None:
+    """Keep the result of a run that is whole; without its speed if it shared the GPU."""
     made, log = work / run.name / "result.json", work / f"{run.name}.log"
     last = log.read_text().strip().splitlines()[-1:] or [""]
     print(f"{run.name}: exit {status}; {last[0]}", flush=True)
     steps = int(run.arguments[run.arguments.index("--steps") + 1])
     if made.exists() and f"step {steps}:" in last[0]:
-        add_result(RESULTS, run.name, json.loads(made.read_text()))
+        result = json.loads(made.read_text())
+        if not is_timed:
+            result["tokens_per_second"] = None
+        add_result(RESULTS, run.name, result)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -229,6 +236,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     making = verbs.add_parser("make", help="make the runs that are left")
     making.add_argument("data", type=Path, help="folder that kernel_text.py has written")
     making.add_argument("--group", help="only this group")
+    making.add_argument(
+        "--at-once", type=int, default=1, help="runs on each GPU; more than 1 are not timed"
+    )
     making.add_argument("--stop-after", type=float, default=1e9, help="seconds")
     making.add_argument("--work", type=Path, default=Path("runs/evidence"), help="checkpoints")
     reporting = verbs.add_parser("report", help="write the page and its figures from the results")
@@ -245,7 +255,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             run for run in queue() if options.group in (None, run.group) and run.name not in done
         ]
         until = time.monotonic() + options.stop_after
-        make(left, options.data, options.work, torch.cuda.device_count(), until)
+        make(left, options.data, options.work, torch.cuda.device_count(), until, options.at_once)
     else:
         from evidence_report import write
 

@@ -64,13 +64,20 @@ def result_of(out: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("variant", ["bf16", "fp8, wgrad_input=128x128"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--variant", "bf16"],
+        ["--variant", "fp8, activations in powers of two"],
+        ["--variant", "fp8, wgrad_input=128x128", "--saved-in-fp8"],
+    ],
+)
 def test_a_run_that_stops_goes_on_as_if_it_had_not(
-    load: Load, data: Path, tmp_path: Path, variant: str, monkeypatch: pytest.MonkeyPatch
+    load: Load, data: Path, tmp_path: Path, flags: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     long_run = load("long_run")
     monkeypatch.setattr(long_run, "TIMED", 2)
-    arguments = [str(data), "--variant", variant, *TINY]
+    arguments = [str(data), *flags, *TINY]
     long_run.main([*arguments, "--out", str(tmp_path / "whole")])
 
     options = long_run.parse([*arguments, "--out", str(tmp_path / "parts")])
@@ -102,6 +109,10 @@ def test_fused_models_train_alike_and_moved_ones_do_not(
     name, whole = losses()
     assert name == "fp8"
     assert losses("--fuse") == ("fp8, fused", whole)
+    name, saved = losses("--saved-in-fp8")
+    assert name == "fp8, activations saved in FP8"
+    assert saved[0] == whole[0]  # outputs are the same, gradients are not
+    assert all(abs(a - b) < 0.1 for a, b in zip(saved, whole, strict=True)) and saved != whole
     name, moved = losses("--move", "1e-2")
     assert name == "fp8, weights moved by 0.01"
     assert all(0 < abs(a - b) < 0.1 for a, b in zip(moved, whole, strict=True))
