@@ -127,6 +127,81 @@ def answer(found: Mapping[str, Sequence[Difference]]) -> list[str]:
     return lines
 
 
+class EqualTime(NamedTuple):
+    """A run and the bf16 run of its seed on the same card, compared when the faster one ends.
+
+    Attributes:
+        card: the GPU.
+        bf16: tokens/s.
+        speed: tokens/s of the run.
+        difference: of the mean training losses of the last :data:`WINDOW` steps, in per cent.
+    """
+
+    card: str
+    bf16: float
+    speed: float
+    difference: float
+
+
+def at_equal_time(results: Mapping[str, Result], model: str, variant: str) -> list[EqualTime]:
+    """Return the runs of a variant that were timed on the card of their bf16 run."""
+    found = []
+    for seed in range(len(T_975) + 1):
+        run, bf16 = (results.get(f"{model}_{each}_{seed}") for each in (variant, "bf16"))
+        if run is None or bf16 is None or run["device"] != bf16["device"]:
+            continue
+        speeds = [each["tokens_per_second"] for each in (bf16, run)]
+        if None in speeds:
+            continue
+        # each run comes as far as its speed allows until the faster one ends
+        losses = [
+            last_loss(each["loss"], speed / max(speeds))
+            for each, speed in zip((bf16, run), speeds, strict=True)
+        ]
+        found.append(EqualTime(run["device"], *speeds, 100 * (losses[1] / losses[0] - 1)))
+    return found
+
+
+def last_loss(loss: Sequence[float], share: float) -> float:
+    """Return the mean of the last :data:`WINDOW` steps of this share of a condensed curve."""
+    end = round(len(loss) * share)
+    return mean(loss[max(0, end - WINDOW // EVERY) : end])
+
+
+def equal_time_table(results: Mapping[str, Result], variant: str) -> list[str]:
+    """Return the table of models and cards."""
+    lines = [
+        "| | card | bf16, tokens/s | FP8, tokens/s | | training loss over bf16's at that time |",
+        "|---|---|---|---|---|---|",
+    ]
+    for model, name in MODELS.items():
+        runs = at_equal_time(results, model, variant)
+        for card in dict.fromkeys(run.card for run in runs):
+            some = [run for run in runs if run.card == card]
+            bf16, speed, difference = (
+                mean(getattr(run, what) for run in some) for what in ("bf16", "speed", "difference")
+            )
+            cells = f"{bf16:,.0f} | {speed:,.0f} | {speed / bf16:.2f}x | {difference:+.1f}%"
+            lines.append(f"| {name}, seeds: {len(some)} | {card} | {cells} |")
+    return lines
+
+
+def draw_time(results: Mapping[str, Result], model: str, variant: str, path: Path) -> None:
+    """Draw the training losses of bf16 and a variant against time, where both were timed."""
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    (axes,) = figure.subplots(1, 1, squeeze=False)[0]
+    for each in ("bf16", variant):
+        run = results[f"{model}_{each}_0"]
+        a_step = run["tokens_a_step"] / run["tokens_per_second"] / 60
+        minutes = [a_step * step for step in steps_of(run)]
+        losses = smooth(run["loss"], SMOOTHED // EVERY)
+        axes.plot(minutes, losses, COLOURS[each], linewidth=0.9, label=label_of(each))
+    axes.set_xlabel(f"minutes on one {results[f'{model}_bf16_0']['device']}")
+    axes.set_ylabel(f"training loss, mean of {SMOOTHED} steps")
+    axes.legend()
+    save(figure, path)
+
+
 COLOURS = {
     "bf16": "#666666",
     "bf16_moved": "#bbbbbb",
@@ -280,7 +355,23 @@ def write(
     for model in found:
         draw_curves(results, model, plots / f"evidence_{model}.svg")
         lines += ["", f"{MODELS[model]}:", "", f"![Curves](plots/evidence_{model}.svg)"]
-    lines.append("")
+    largest, default = [*found][-1], "fp8_128x128"
+    draw_time(results, largest, default, plots / "evidence_time.svg")
+    lines += [
+        "",
+        "## Loss at equal time",
+        "",
+        "Pairs of one seed on cards of one type, without time for evaluation, compared when the",
+        "faster run of a pair ends: means of its seeds. The slower one has read less by then, and",
+        f"its learning rate has not come down; losses are of the last {WINDOW} steps.",
+        "",
+        *equal_time_table(results, default),
+        "",
+        f"{MODELS[largest]}:",
+        "",
+        "![Training loss against time](plots/evidence_time.svg)",
+        "",
+    ]
     older = [result for name, result in results.items() if name.startswith(("dense", "moe"))]
     ablations = [result for name, result in results.items() if name.startswith("ablation")]
     text = "\n".join(lines)

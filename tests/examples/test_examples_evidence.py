@@ -34,7 +34,7 @@ def test_the_page_is_rebuilt_from_the_files(load: Load, tmp_path: Path) -> None:
     out = tmp_path / "docs" / "evidence.md"
     load("evidence").main(["report", "--out", str(out)])
     assert out.read_text() == (Path(__file__).parents[2] / "docs" / "evidence.md").read_text()
-    names = ("differences", "120m", "320m", "1100m", "experts", "dense", "moe")
+    names = ("differences", "120m", "320m", "1100m", "experts", "time", "dense", "moe")
     drawn = {path.name: path.read_bytes() for path in (out.parent / "plots").iterdir()}
     assert drawn.keys() == {f"evidence_{name}.svg" for name in names}
     assert all(b"</svg>" in figure for figure in drawn.values())
