@@ -30,9 +30,10 @@ from ..ops.formats import BlockFormat, Quantized
 from ..ops.gemm.ops import gemm
 from ..ops.grouped_gemm.ops import grouped_gemm, grouped_gemm_wgrad
 from ..ops.linear_layer.ops import linear_backward, linear_fprop
-from ..ops.scale_layouts import VECTOR_BYTES
+from ..ops.runtime.specialize import must_dispatch, sequence
+from ..ops.scale_layouts import VECTOR_BYTES, in_group_steps
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
-from .plan import Plan, derives_columnwise
+from .plan import Plan, derives_columnwise, may_record
 from .saved_weight import SavedWeight, WeightRead, read_weight
 
 Saved: TypeAlias = tuple[Tensor | None, Tensor | None]
@@ -60,6 +61,8 @@ class Dense:
 
         See :data:`~.saved_weight.WeightRead`.
         """
+        if plan.records_rows and isinstance(w, Quantized):
+            return _gemm_of_rows(*x[:2], x.format, w, bias, plan.out_dtype, plan.batch_invariant)
         return multiply(x, w, bias, plan.out_dtype, plan)
 
     def output_shape(self, shape: Sequence[int]) -> Sequence[int]:
@@ -104,7 +107,11 @@ class Dense:
                     f"blocktensor.quantize(grad, Recipe.deepseek())"
                 )
         row = x.rowwise() if rowwise else None
-        return row, x.operand.need_columnwise(columnwise) if columnwise else None
+        if columnwise is None:
+            return row, None
+        if may_record(x) and derives_columnwise(x) and columnwise.power_of_two:
+            return row, _columnwise_of_rows(*x.rowwise(), columnwise)
+        return row, x.operand.need_columnwise(columnwise)
 
     def traced_backward(
         self,
@@ -178,6 +185,8 @@ class Grouped(Dense):
         """Return the forms of an activation or gradient ``[T, ...]``."""
         if isinstance(x, BlockwiseFP8Tensor):
             row = x.rowwise()
+            if not must_dispatch(row.data):  # few sizes occur then, as of casts
+                row = in_group_steps(row)
             if columnwise is None:
                 return row if rowwise else None, None
             if not (row.format.power_of_two and columnwise.power_of_two):
@@ -186,7 +195,8 @@ class Grouped(Dense):
                     "blocks, which the gradient of the weight needs, ignore the groups; pass it in "
                     "high precision (.dequantize())"
                 )
-            return row if rowwise else None, columnwise_from_rowwise(row, columnwise, self.offs)
+            col = columnwise_from_rowwise(row, columnwise, self.offs, self.tokens)
+            return row if rowwise else None, col
         if rowwise is None and columnwise is None:
             return None, None
         return quantize_grouped(x, self.offs, rowwise, columnwise)
@@ -216,6 +226,23 @@ class Grouped(Dense):
 
 
 DENSE = Dense()
+
+
+# Ops of tokens that arrive in FP8, whose number differs between calls
+
+
+@sequence(0, 1)
+def _gemm_of_rows(
+    data: Tensor, scale: Tensor, format: BlockFormat, w: Quantized, *others: Any
+) -> Tensor:
+    return gemm(Quantized(data, scale, format), w, *others)
+
+
+@sequence(0, 1)
+def _columnwise_of_rows(
+    data: Tensor, scale: Tensor, format: BlockFormat, columnwise: BlockFormat
+) -> Quantized:
+    return columnwise_from_rowwise(Quantized(data, scale, format), columnwise)
 
 
 def multiply(

@@ -21,8 +21,10 @@ from blocktensor import (
     quantize,
     share_inputs,
 )
+from blocktensor.autograd import plan as plans
 from blocktensor.ops import reference
 from blocktensor.ops.formats import Quantized
+from blocktensor.ops.op import OPS
 from tests.docs.code_blocks import ROOT
 from tests.support.asserts import refused
 from tests.support.compiling import afresh, graphs, instantiates
@@ -148,6 +150,30 @@ def test_gated_experts(recipe: Recipe, joint: bool) -> None:
     for got, want in zip(made, results(apart, received(x, recipe), grad, *weights), strict=True):
         assert_same(got, want)
     assert all(each.isfinite().all() for each in made)
+
+
+def decisions() -> int:
+    """The plans and decisions of ops that are known."""
+    return len(plans._PLANS) + sum(map(len, OPS.values()))
+
+
+@pytest.mark.parametrize("has_room", [False, True])
+def test_experts_decide_once_for_numbers_of_tokens_in_a_step(has_room: bool) -> None:
+    w = stack(3, recipe=X_IN_POWERS)
+    known = []
+    for tokens in (1030, 2047, 1500):
+        x, grad = received(randn(2048 if has_room else tokens, K)), randn(tokens, N, seed=1)
+        x = x.detach()[:tokens].requires_grad_()
+        offs = torch.tensor([tokens - 20, tokens - 20, tokens - 1], dtype=torch.int32)
+        results(lambda t: functional.grouped_linear(t, w, offs), x, grad, w)  # noqa: B023
+        known.append(decisions())
+    assert known == [known[0]] * 3
+
+
+def test_linear_layers_plan_once_for_numbers_of_tokens_in_a_step() -> None:
+    w = linear(N, K, recipe=X_IN_POWERS).weight
+    made = [plans.plan_matmul(received(randn(t, K)), w, None, None) for t in (70, 100, 128, 129)]
+    assert made[0] is made[1] is made[2] is not made[3]
 
 
 def test_gated_mlps() -> None:
