@@ -132,6 +132,12 @@ def laid_out(data: Tensor, scale: Tensor, format: BlockFormat) -> Quantized:
     return Quantized(data, scale if fits else wanted.copy_(scale), format)
 
 
+def empty_with_room(tokens: int, k: int, format: BlockFormat, device: torch.device) -> Quantized:
+    """Return uninitialised ``[T, K]`` in blocks of one row, for :func:`in_group_steps`."""
+    x = empty_quantized((group_rows(tokens), k), format, device)
+    return Quantized(x.data[:tokens], x.scale[:tokens], format)
+
+
 def in_group_steps(x: Quantized) -> Quantized:
     """Return ``x[T, K]`` in blocks of one row, with as many rows as a cast in groups.
 

@@ -1,0 +1,1 @@
+"""Internal: tokens that travel to the ranks of their experts. ``blocktensor.distributed`` is public."""
