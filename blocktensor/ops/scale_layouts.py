@@ -76,7 +76,7 @@ def scale_of_lines(lines: Tensor) -> Tensor:
     padded = padded_rows(rows)
     if type(rows) is int and padded == rows:  # symbolic while tracing: the same without a branch
         return lines.t()
-    return torch.nn.functional.pad(lines, (0, padded - rows)).t()[:rows]
+    return scale_in_lines(torch.nn.functional.pad(lines, (0, padded - rows)), rows)
 
 
 def lines_of(scale: Tensor) -> Tensor:
