@@ -1,1 +1,1 @@
-"""Internal: tokens that travel to the ranks of their experts. ``blocktensor.distributed`` is public."""
+"""Internal: tokens that travel to their experts. ``blocktensor.distributed`` is public."""

@@ -212,7 +212,7 @@ def test_one_form_of_x_is_saved(recipe: Recipe) -> None:
 @pytest.mark.parametrize("grouped", [False, True])
 def test_bytes_that_change_before_the_backward(grouped: bool) -> None:
     """A receive buffer that is used again, for example."""
-    x, grad, offs = sample("ragged")
+    x, _, offs = sample("ragged")
     arrived = received(x)
     if grouped:
         w = stack(len(offs), recipe=X_IN_POWERS)

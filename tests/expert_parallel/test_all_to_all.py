@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -28,6 +29,7 @@ from tests.support.ranks import on_ranks
 from tests.support.sharded import assert_equal, gradients
 
 ROWS_IN_POWERS = Recipe(scale=X_IN_POWERS.scale, wgrad_input="1x128")
+RECIPES = (X_IN_POWERS, ROWS_IN_POWERS, POWER_OF_TWO)
 # for each rank, how many rows each of four experts gets
 SIZES = {
     "uneven": [[3, 0, 130, 7], [1, 129, 0, 64], [5, 5, 5, 5], [0, 0, 0, 1]],
@@ -48,17 +50,12 @@ def arrived(x: Tensor, recipe: Recipe) -> BlockwiseFP8Tensor:
 
 
 @on_ranks(2, 4)
-def test_experts_compute_the_bits_of_one_process(
-    world: int, device: str, mesh: DeviceMesh
-) -> None:
+def test_experts_compute_the_bits_of_one_process(world: int, device: str, mesh: DeviceMesh) -> None:
     """Outputs and all gradients, for any numbers of rows."""
-    for recipe in (X_IN_POWERS, ROWS_IN_POWERS, POWER_OF_TWO):
+    for recipe in RECIPES:
         experts = converted(experts_of(4, device=device, dtype=torch.bfloat16), recipe)
-        model = Dispatched(
-            cut(copy.deepcopy(experts), mesh),
-            mesh.get_group(),
-            lambda *args: all_to_all_fp8(*args, recipe=recipe),  # noqa: B023
-        )
+        send = functools.partial(all_to_all_fp8, recipe=recipe)
+        model = Dispatched(cut(copy.deepcopy(experts), mesh), mesh.get_group(), send)
         for sizes in SIZES.values():
             assert_bits(experts, model, sizes[:world], recipe, device)
 

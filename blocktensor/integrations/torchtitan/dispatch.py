@@ -51,7 +51,7 @@ def _is_in_fp8(experts: nn.Module) -> bool:
 
 def _exchange_in_fp8(
     dispatcher: Any,
-    routed_input_ND: Tensor,  # noqa: N803
+    routed_input_ND: Tensor,
     pg: Any,
     output_splits: Sequence[int],
     input_splits: Sequence[int],

@@ -13,6 +13,7 @@ from ..formats import BlockFormat, Quantized
 from ..runtime.specialize import must_dispatch
 from ..scale_layouts import empty_with_room, scale_of_lines
 
+
 def picked(x: Quantized, index: Tensor) -> Quantized:
     """Return the rows ``index[R]`` of ``x[T, K]``."""
     if must_dispatch(x.data):

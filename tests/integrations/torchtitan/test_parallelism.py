@@ -106,8 +106,10 @@ def sent(trainer: Any) -> list[tuple[torch.dtype, int]]:
     found: list[tuple[torch.dtype, int]] = []
 
     class Sent(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
-            if "all_to_all_single" in str(func) and args[0].ndim == 2 and args[0].dtype.itemsize < 8:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if "all_to_all_single" in str(func) and args[0].dtype != torch.int64:  # no counts
                 found.append((args[0].dtype, args[0].nbytes))
             return func(*args, **(kwargs or {}))
 
