@@ -14,10 +14,8 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support import ranks, titan_cpu
-from tests.support.models import X_IN_POWERS
 from tests.support.sharded import Wire
 from tests.support.titan_cpu import (
     MODELS,
@@ -101,23 +99,6 @@ def gathers(trainer: Any) -> Counter[torch.dtype]:
     return Counter(x.dtype for x in wire.gathered)
 
 
-def sent(trainer: Any) -> list[tuple[torch.dtype, int]]:
-    """Return dtype and bytes of all exchanges of tokens in a step."""
-    found: list[tuple[torch.dtype, int]] = []
-
-    class Sent(TorchDispatchMode):
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            if "all_to_all_single" in str(func) and args[0].dtype != torch.int64:  # no counts
-                found.append((args[0].dtype, args[0].nbytes))
-            return func(*args, **(kwargs or {}))
-
-    with Sent():
-        one_step(trainer)
-    return found
-
-
 def in_microbatches(config: Any, count: int, ranks: int = 1) -> Any:
     """Let a pipeline take ``count`` sequences one by one; without one, accumulate over them.
 
@@ -168,11 +149,6 @@ def runs_on_two(rank: int, world: int, folder: str) -> dict[str, Any]:
         config.activation_checkpoint = None
         return train(in_microbatches(config, 4))[0]
 
-    def with_experts(scale: Any, **options: Any) -> Any:
-        config = runs.bf16("deepseek_v3", 2, expert_parallel_degree=2)
-        config.activation_checkpoint = None
-        return in_fp8(config, scale=scale, **options)
-
     plain, long = runs.fp8(**tp), runs.fp8(steps=0, **tp)
     plain.activation_checkpoint = long.activation_checkpoint = None
     long.training.seq_len = 256  # 128 of each rank, a whole block
@@ -188,11 +164,6 @@ def runs_on_two(rank: int, world: int, folder: str) -> dict[str, Any]:
         "deepseek_v3, tp, step": runs.step("deepseek_v3", **tp),
         "deepseek_v3, tp and ep, step": runs.step("deepseek_v3", **experts),
         "deepseek_v3, tp and ep": train(runs.fp8("deepseek_v3", **experts))[0],
-        "sent in bf16": train(with_experts(X_IN_POWERS.scale), sent),
-        "sent in fp8": train(with_experts(X_IN_POWERS.scale, dispatch_in_fp8=True), sent),
-        "sent in fp8, compiled": train(
-            compiled(with_experts(X_IN_POWERS.scale, dispatch_in_fp8=True))
-        )[0],
         **{schedule: pipelined(schedule) for schedule in SCHEDULES},
         **{schedule: zero_bubble(runs.fp8, schedule) for schedule in ZERO_BUBBLE},
         **{f"{schedule}, bf16": zero_bubble(runs.bf16, schedule) for schedule in ZERO_BUBBLE},
@@ -293,22 +264,6 @@ def test_gathers_are_in_fp8_and_compiled_blocks_keep_the_bits(on_two: list[dict[
 def test_experts_under_tensor_parallel(alone: dict[str, Any], on_two: list[dict[str, Any]]) -> None:
     for rank in on_two:
         assert_rounded(rank["deepseek_v3, tp and ep"], alone["deepseek_v3"], steps=2)
-
-
-def test_tokens_sent_in_fp8(on_two: list[dict[str, Any]]) -> None:
-    """Half of the bytes to the experts; results and gradients come back in bf16."""
-    for rank in on_two:
-        (losses, plain), (ours, wires) = rank["sent in bf16"], rank["sent in fp8"]
-        assert_close(ours, losses, steps=2)
-        assert_close(rank["sent in fp8, compiled"], losses, steps=2)
-        assert {dtype for dtype, _ in plain} == {torch.bfloat16}
-        assert len(wires) == len(plain) > 0
-        assert [dtype for dtype, _ in wires].count(torch.uint8) * 4 == len(wires)
-        for (dtype, size), (_, of_bf16) in zip(wires, plain, strict=True):
-            if dtype == torch.uint8:
-                assert size <= 0.52 * of_bf16
-            else:
-                assert size == of_bf16
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
