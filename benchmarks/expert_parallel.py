@@ -1,4 +1,4 @@
-"""DeepSeek-16B-shaped blocks whose experts lie on several GPUs; tokens are sent in bf16.
+"""DeepSeek-16B-shaped blocks whose experts lie on several GPUs; tokens are sent in bf16, or FP8.
 
 This is one rank: torchrun runs it, rank 0 writes the rows.
 """
@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import blocktensor as bt
+from blocktensor.distributed import all_to_all_fp8
 
 from . import llama
 from .experts import GroupedExperts
@@ -34,6 +35,7 @@ VARIANTS = (
     "fp8",
     "fp8, fused",
     "fp8, fused, wgrad_input=1x128",
+    "fp8, fused, sent in fp8",
     "bf16, gathered",
     "fp8, fused, gathered",
 )
@@ -75,10 +77,14 @@ class Route(NamedTuple):
 
 
 class Routed(nn.Module):
-    """Routed experts, of which each rank holds a part, or all where there is no group."""
+    """Routed experts, of which each rank holds a part, or all where there is no group.
+
+    ``wire``: how tokens are cast to be sent in FP8; None to send them in their dtype.
+    """
 
     def __init__(self, shape: Shape, group: dist.ProcessGroup | None) -> None:
         super().__init__()
+        self.wire: bt.Recipe | None = None
         self.shape, self.group = shape, group
         self.ranks = 1 if group is None else group.size()
         self.router = nn.Linear(shape.dense.dim, shape.experts, bias=False)
@@ -122,7 +128,10 @@ class Routed(nn.Module):
         expert = expert.repeat_interleave(route.arriving.flatten(), output_size=sum(taken))
         order = expert.argsort(stable=True)
         back = inverse(order)
-        arrived = all_to_all_single_autograd(rows, taken, given, group)
+        if self.wire is None:
+            arrived = all_to_all_single_autograd(rows, taken, given, group)
+        else:
+            arrived = all_to_all_fp8(rows, taken, given, group, recipe=self.wire)
         ends = route.arriving.sum(0).cumsum(0, dtype=torch.int32)
         y = permuted(self._computed(permuted(arrived, order, back), ends), back, order)
         sent_back: Tensor = all_to_all_single_autograd(y, given, taken, group)
@@ -162,6 +171,10 @@ def variant(name: str, shape: Shape, layers: int, mesh: DeviceMesh) -> nn.Module
         model.bfloat16()
     if name.startswith("fp8"):
         bt.convert(model, recipe_of(name), skip=["*.router"], skip_small=False)
+    if "sent in fp8" in name:
+        for module in model.modules():
+            if isinstance(module, Routed):
+                module.wire = recipe_of(name)
     if "fused" in name:
         bt.fuse(model)
     if is_gathered:

@@ -22,6 +22,7 @@ def recipe_of(variant: str) -> bt.Recipe:
     return bt.Recipe(
         cache_weight=False if "cache_weight=False" in variant else "backward",
         wgrad_input=next((x for x in inputs if f"wgrad_input={x}" in variant), "128x128"),
+        scale=bt.Scales(activations="power_of_two" if "sent in fp8" in variant else "fp32"),
     )
 
 

@@ -13,7 +13,7 @@ from .ops.formats import named
 from .overrides.torch_functions import OVERRIDES
 from .recipe import Recipe, Scales
 from .sharding.fsdp import shards  # noqa: F401
-from .tensor.aten import fp8_tensor, matmuls, slicing, weight  # noqa: F401
+from .tensor.aten import fp8_tensor, matmuls, picking, slicing, weight  # noqa: F401
 from .tensor.base import TORCH_FUNCTIONS, rebuilt
 from .tensor.fp8_tensor import BlockwiseFP8Tensor
 from .tensor.weight import BlockwiseFP8Weight

@@ -67,6 +67,11 @@ class GatedPlan(NamedTuple):
         return self[:3]
 
     @property
+    def derives_x(self) -> bool:
+        """True if x is FP8, and backward derives the columnwise form that wgrad reads."""
+        return self.gate.derives_x or (self.up is not None and self.up.derives_x)
+
+    @property
     def needs_first_dw(self) -> bool:
         """True if gradients of the weights of gate or up may be wanted."""
         return self.gate.needs[1] or (self.up is not None and self.up.needs[1])

@@ -32,6 +32,7 @@ from ..ops.producers.ops import gated
 from ..ops.runtime.specialize import sequence
 from ..recipe import Recipe
 from ..tensor.adapted import AdaptedWeight
+from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
 from .backward import FP8Function, Gradients, given_out, refuse_gradients, run_backward
 from .gated_forms import (
@@ -225,10 +226,16 @@ def _fprop(
 ) -> tuple[Tensor, Quantized | None, Quantized | None, Tensor | None, Tensor | None]:
     """Return y, the columnwise forms of x and h, gate and up, as far as backward reads them.
 
+    Of x in FP8, return the rowwise form, if the columnwise one is derived from it.
+
     ``read(i)`` returns the rowwise form of a weight, or what else fprop reads of it.
     """
     matmul = matmul_of(offs, x)
-    x_row, x_col = matmul.forms(x, plan.gate.format, plan.x_columnwise)
+    x_row, x_saved = matmul.forms(
+        x, plan.gate.format, None if plan.derives_x else plan.x_columnwise
+    )
+    if plan.derives_x and isinstance(x, BlockwiseFP8Tensor):
+        x_saved = x.rowwise()
     gate: Any = matmul.fprop(x_row, read(GATE), biases[GATE], plan.gate)
     up: Any = None
     if plan.up is not None:
@@ -239,7 +246,7 @@ def _fprop(
     assert h_row is not None
     if not plan.needs_dh:
         gate = up = None
-    return matmul.fprop(h_row, read(DOWN), biases[DOWN], plan.down), x_col, h_col, gate, up
+    return matmul.fprop(h_row, read(DOWN), biases[DOWN], plan.down), x_saved, h_col, gate, up
 
 
 @sequence(0)
@@ -292,6 +299,11 @@ def _gradients_of_node(
 
 def _gradients(state: _State, saved: list[Any], grads: list[Any], asked: list[bool]) -> Gradients:
     """Return the gradients of the operands of :func:`_forward`, up to the bias of down."""
+    plan = state.plan
+    if plan.derives_x and any(asked[2:4]) and grads[0] is not None:
+        rows = Quantized(saved[1], saved[2], plan.gate.format)
+        matmul = matmul_of(saved[0], grads[0])
+        saved[1:3] = matmul.derived(rows, plan.x_columnwise)[:2]
     compute = _repeated if _may_repeat(state, saved[7:], grads[0], asked) else _op_by_op
     made = compute(state, saved, grads, asked)
     dxs = [None if dx is None else dx.view(state.x_shape) for dx in made[:2]]

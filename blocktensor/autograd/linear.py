@@ -27,7 +27,7 @@ from ..tensor.weight import BlockwiseFP8Weight
 from .adapted_groups import adapted_groups
 from .backward import FP8Function, Gradients, given_out, refuse_gradients, run_backward
 from .low_rank import plus_low_rank
-from .matmuls import DENSE, Dense, Grouped, Saved, matmul_of, saved_of
+from .matmuls import DENSE, Dense, Grouped, Saved, derived_columnwise, matmul_of, saved_of
 from .plan import Plan, autocast_dtype, plan_matmul
 from .repeat import Repeated
 from .saved_weight import SavedWeight, hold_cast
@@ -223,6 +223,7 @@ class FP8Linear(FP8Function):
         *cast: Tensor,
     ) -> Tensor:
         ctx.plan, ctx.matmul, ctx.casts, ctx.x_shape = plan, matmul, len(cast), x.shape
+        ctx.derives_x = plan.derives_x and matmul is None and not cast
         p = (DENSE if offs is None else Grouped(offs, x.shape[0])) if matmul is None else matmul
         # collectives run while the weight is cast
         begun = None if matmul is None else p.input(x, plan)
@@ -295,6 +296,8 @@ def _gradients_of_context(
     ctx: Any, saved: list[Any], grads: list[Any], asked: list[bool]
 ) -> Gradients:
     """Return a gradient for each argument of :meth:`FP8Linear.forward`."""
+    if ctx.derives_x and asked[1] and grads[0] is not None:
+        saved[1:3] = derived_columnwise(saved[0], saved[1:3], grads[0], ctx.plan)
     dx, *made = _gradients(ctx.plan, ctx.weight, ctx.matmul, saved, grads, asked)
     dx = None if dx is None else dx.view(ctx.x_shape)
     return dx, *made, *(None,) * (3 + ctx.casts)

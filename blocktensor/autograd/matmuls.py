@@ -30,13 +30,15 @@ from ..ops.formats import BlockFormat, Quantized
 from ..ops.gemm.ops import gemm
 from ..ops.grouped_gemm.ops import grouped_gemm, grouped_gemm_wgrad
 from ..ops.linear_layer.ops import linear_backward, linear_fprop
-from ..ops.scale_layouts import VECTOR_BYTES
+from ..ops.runtime.specialize import must_dispatch, sequence
+from ..ops.scale_layouts import VECTOR_BYTES, in_group_steps
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
-from .plan import Plan, derives_columnwise
+from .plan import Plan, derives_columnwise, may_record
 from .saved_weight import SavedWeight, WeightRead, read_weight
 
 Saved: TypeAlias = tuple[Tensor | None, Tensor | None]
-"""The saved form of x for wgrad: columnwise data and scale, or x and None, or None and None."""
+"""What is saved of x for wgrad: columnwise data and scale; or rowwise ones, if x is FP8 and the
+columnwise form is derived in backward; or x and None; or None and None."""
 
 
 class Dense:
@@ -49,8 +51,17 @@ class Dense:
 
     def input(self, x: Tensor, plan: Plan) -> tuple[Any, Saved]:
         """Return the rowwise form of x for :meth:`fprop`, and what to save of x."""
+        if plan.derives_x and isinstance(x, BlockwiseFP8Tensor):
+            x_row, _ = self.forms(x, plan.format, None)
+            return x_row, x.rowwise()[:2]
         x_row, x_col = self.forms(x, plan.format, plan.x_columnwise)
         return x_row, saved_of(x, x_col, plan)
+
+    def derived(self, x: Quantized, columnwise: BlockFormat) -> Quantized:
+        """Return the columnwise form of tokens in FP8, derived from their rowwise form."""
+        if may_record(x.data):
+            return _columnwise_of_rows(*x, columnwise)
+        return columnwise_from_rowwise(x, columnwise)
 
     weight: Callable[[Tensor, Plan], WeightRead] = staticmethod(read_weight)
     """Read the weight; see :func:`~.saved_weight.read_weight`."""
@@ -60,6 +71,8 @@ class Dense:
 
         See :data:`~.saved_weight.WeightRead`.
         """
+        if plan.records_rows and isinstance(w, Quantized):
+            return _gemm_of_rows(*x[:2], x.format, w, bias, plan.out_dtype, plan.batch_invariant)
         return multiply(x, w, bias, plan.out_dtype, plan)
 
     def output_shape(self, shape: Sequence[int]) -> Sequence[int]:
@@ -104,7 +117,11 @@ class Dense:
                     f"blocktensor.quantize(grad, Recipe.deepseek())"
                 )
         row = x.rowwise() if rowwise else None
-        return row, x.operand.need_columnwise(columnwise) if columnwise else None
+        if columnwise is None:
+            return row, None
+        if derives_columnwise(x) and columnwise.power_of_two:
+            return row, self.derived(x.rowwise(), columnwise)
+        return row, x.operand.need_columnwise(columnwise)
 
     def traced_backward(
         self,
@@ -177,7 +194,7 @@ class Grouped(Dense):
     ) -> Forms:
         """Return the forms of an activation or gradient ``[T, ...]``."""
         if isinstance(x, BlockwiseFP8Tensor):
-            row = x.rowwise()
+            row = _in_steps(x.rowwise())
             if columnwise is None:
                 return row if rowwise else None, None
             if not (row.format.power_of_two and columnwise.power_of_two):
@@ -186,10 +203,14 @@ class Grouped(Dense):
                     "blocks, which the gradient of the weight needs, ignore the groups; pass it in "
                     "high precision (.dequantize())"
                 )
-            return row if rowwise else None, columnwise_from_rowwise(row, columnwise, self.offs)
+            return row if rowwise else None, self.derived(row, columnwise)
         if rowwise is None and columnwise is None:
             return None, None
         return quantize_grouped(x, self.offs, rowwise, columnwise)
+
+    def derived(self, x: Quantized, columnwise: BlockFormat) -> Quantized:
+        """Return the columnwise form of tokens in FP8, whose blocks begin anew in every group."""
+        return columnwise_from_rowwise(_in_steps(x), columnwise, self.offs, self.tokens)
 
     def fprop(self, x: Any, w: Quantized | Tensor, bias: Tensor | None, plan: Plan) -> Tensor:
         """Return ``y[T, N]``."""
@@ -218,6 +239,28 @@ class Grouped(Dense):
 DENSE = Dense()
 
 
+# Tokens that arrive in FP8, whose number differs between calls
+
+
+def _in_steps(x: Quantized) -> Quantized:
+    """Return rows in groups in one of few sizes, as casts have, unless a compiler traces."""
+    return x if must_dispatch(x.data) else in_group_steps(x)
+
+
+@sequence(0, 1)
+def _gemm_of_rows(
+    data: Tensor, scale: Tensor, format: BlockFormat, w: Quantized, *others: Any
+) -> Tensor:
+    return gemm(Quantized(data, scale, format), w, *others)
+
+
+@sequence(0, 1)
+def _columnwise_of_rows(
+    data: Tensor, scale: Tensor, format: BlockFormat, columnwise: BlockFormat
+) -> Quantized:
+    return columnwise_from_rowwise(Quantized(data, scale, format), columnwise)
+
+
 def multiply(
     x: Quantized, w: Quantized | Tensor, bias: Tensor | None, out_dtype: torch.dtype, plan: Plan
 ) -> Tensor:
@@ -231,6 +274,18 @@ def multiply(
 def matmul_of(offs: Tensor | None, rows: Tensor | None) -> Dense:
     """Return the grouped matmul of ``rows`` rows if there are ``offs``, else the dense one."""
     return DENSE if offs is None or rows is None else Grouped(offs, rows.shape[0])
+
+
+def derived_columnwise(
+    offs: Tensor | None, row: Sequence[Tensor], grad: Tensor, plan: Plan
+) -> tuple[Tensor, Tensor]:
+    """Return data and scale of x columnwise, of rowwise ones that forward has saved.
+
+    ``grad``: of y, which has as many rows.
+    """
+    assert plan.x_columnwise is not None
+    rows = Quantized(row[0], row[1], plan.format)
+    return matmul_of(offs, grad).derived(rows, plan.x_columnwise)[:2]
 
 
 def sum_rows(grad: Tensor, dtype: torch.dtype | None) -> Tensor:

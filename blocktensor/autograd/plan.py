@@ -53,6 +53,7 @@ class Plan:
         weight_format: of a plain weight.
         out_dtype: of the output, and of the input where ``casts_x``.
         derives_x: True if x is FP8 and the columnwise form that wgrad reads is derived.
+        records_rows: True if x is FP8 already, and matmuls of its bytes may be recorded.
         casts_x: True if autocast changes the dtype of x.
         needs: whether gradients of x and of w may be wanted.
         tracing: True while a compiler traces.
@@ -115,7 +116,8 @@ class Plan:
         self.w_dtype = w.dtype
         self.bias_dtype = None if bias is None else bias.dtype
         self.are_tensors = True, True, bias is not None, offs is not None
-        records = is_cached and x.device.type in RECORDED_DEVICES
+        records = is_cached and may_record(x)
+        self.records_rows = records and is_cast
         self.records_forward = records and not is_cast and 0 not in (x.numel(), w.numel())
         self.casts_weight = (
             self.records_forward
@@ -128,6 +130,11 @@ class Plan:
             and w.numel() <= ONE_READ_BYTES
         )
         self.records_backward = records and not self.saves_x and _is_small(x, w, offs)
+
+
+def may_record(x: Tensor) -> bool:
+    """Return True if matmuls with ``x`` launch Triton kernels, which are recorded and repeated."""
+    return x.device.type in RECORDED_DEVICES
 
 
 def plan_matmul(
@@ -268,8 +275,6 @@ def inner(x: Any) -> Tensor:
 def _in_steps(x: Tensor, offs: Tensor | None) -> int:
     """Return the rows of ``x[..., K]``, rounded up to the step of recorded calls."""
     rows = math.prod(x.shape[:-1])
-    if isinstance(x, BlockwiseFP8Tensor):
-        return rows
     step = ROW_STEP if offs is None else GROUP_STEP
     return -(-rows // step) * step  # without another call: every eager call builds a key
 

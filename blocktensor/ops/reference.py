@@ -255,7 +255,10 @@ def quantize_grouped(
 
 
 def columnwise_from_rowwise(
-    x: Quantized, columnwise: BlockFormat, offs: Tensor | None = None
+    x: Quantized,
+    columnwise: BlockFormat,
+    offs: Tensor | None = None,
+    tokens: int | None = None,
 ) -> Quantized:
     """Return the columnwise cast of the values of ``x[T, K]``, a cast with power-of-two scales.
 
@@ -269,9 +272,10 @@ def columnwise_from_rowwise(
         columnwise: the format of the result, with power-of-two scales.
         offs: int32 ``[E]``, the ends of groups of rows; the result is as of
             :func:`quantize_grouped` then, else as of :func:`quantize_columnwise`.
+        tokens: T, if x has more rows; they may hold anything.
     """
     values = x.data.float() * x.scale.repeat_interleave(x.format.cols, -1)[:, : x.data.shape[1]]
-    values = torch.where(values.isfinite(), values, float("nan"))
+    values = torch.where(values.isfinite(), values, float("nan"))[:tokens]
     if offs is None:
         return quantize_columnwise(values, columnwise)
     _, made = quantize_grouped(values, offs, None, columnwise)

@@ -23,7 +23,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .formats import ROW_STEP, BlockFormat, Quantized, ceil_div, group_columns, padded_rows
+from .formats import (
+    ROW_STEP,
+    BlockFormat,
+    Quantized,
+    ceil_div,
+    group_columns,
+    group_rows,
+    padded_rows,
+)
 
 VECTOR_BYTES = 16
 """TMA addresses rows, and kernels load them, in units of this number of bytes."""
@@ -68,7 +76,7 @@ def scale_of_lines(lines: Tensor) -> Tensor:
     padded = padded_rows(rows)
     if type(rows) is int and padded == rows:  # symbolic while tracing: the same without a branch
         return lines.t()
-    return torch.nn.functional.pad(lines, (0, padded - rows)).t()[:rows]
+    return scale_in_lines(torch.nn.functional.pad(lines, (0, padded - rows)), rows)
 
 
 def lines_of(scale: Tensor) -> Tensor:
@@ -122,6 +130,39 @@ def laid_out(data: Tensor, scale: Tensor, format: BlockFormat) -> Quantized:
     wanted = empty_scale(data.shape, format, scale.device)
     fits = scale.stride() == wanted.stride()
     return Quantized(data, scale if fits else wanted.copy_(scale), format)
+
+
+def empty_with_room(tokens: int, k: int, format: BlockFormat, device: torch.device) -> Quantized:
+    """Return uninitialised ``[T, K]`` in blocks of one row, for :func:`in_group_steps`."""
+    x = empty_quantized((group_rows(tokens), k), format, device)
+    return Quantized(x.data[:tokens], x.scale[:tokens], format)
+
+
+def in_group_steps(x: Quantized) -> Quantized:
+    """Return ``x[T, K]`` in blocks of one row, with as many rows as a cast in groups.
+
+    The rows from T on may hold anything. Memory that follows ``x`` is used, else ``x`` is copied.
+    """
+    (tokens, k), rows = x.data.shape, group_rows(x.data.shape[0])
+    data = _with_rows_behind(x.data, rows, (k, 1))
+    scale = _with_rows_behind(x.scale, rows, (1, rows))
+    if data is None:
+        data = torch.empty((rows, k), dtype=x.data.dtype, device=x.data.device)
+        data[:tokens] = x.data
+    if scale is None:
+        scale = empty_scale((rows, k), x.format, x.scale.device)
+        scale[:tokens] = x.scale
+    return Quantized(data, scale, x.format)
+
+
+def _with_rows_behind(x: Tensor, rows: int, strides: tuple[int, int]) -> Tensor | None:
+    """Return ``x`` with the rows that follow in memory; None if it has other strides or no room."""
+    if x.stride() != strides:
+        return None
+    last = x.storage_offset() + (rows - 1) * strides[0] + (x.shape[1] - 1) * strides[1]
+    if rows and (last + 1) * x.itemsize > x.untyped_storage().nbytes():
+        return None
+    return x.as_strided((rows, x.shape[1]), strides)
 
 
 def cublas_scale(operand: Quantized) -> Tensor:

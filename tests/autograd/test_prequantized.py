@@ -21,13 +21,15 @@ from blocktensor import (
     quantize,
     share_inputs,
 )
+from blocktensor.autograd import plan as plans
 from blocktensor.ops import reference
 from blocktensor.ops.formats import Quantized
+from blocktensor.ops.op import OPS
 from tests.docs.code_blocks import ROOT
 from tests.support.asserts import refused
 from tests.support.compiling import afresh, graphs, instantiates
 from tests.support.grouped_linears import K, N, every_grouping, natural, sample, stack
-from tests.support.linear_ways import ROWS, way_of_linears
+from tests.support.linear_ways import ROWS, saved_by, way_of_linears
 from tests.support.models import (
     POWER_OF_TWO,
     X_IN_POWERS,
@@ -150,6 +152,79 @@ def test_gated_experts(recipe: Recipe, joint: bool) -> None:
     assert all(each.isfinite().all() for each in made)
 
 
+def decisions() -> int:
+    """The plans and decisions of ops that are known."""
+    return len(plans._PLANS) + sum(map(len, OPS.values()))
+
+
+@pytest.mark.parametrize("has_room", [False, True])
+def test_experts_decide_once_for_numbers_of_tokens_in_a_step(has_room: bool) -> None:
+    w = stack(3, recipe=X_IN_POWERS)
+    known = []
+    for tokens in (1030, 2047, 1500):
+        x, grad = received(randn(2048 if has_room else tokens, K)), randn(tokens, N, seed=1)
+        x = x.detach()[:tokens].requires_grad_()
+        offs = torch.tensor([tokens - 20, tokens - 20, tokens - 1], dtype=torch.int32)
+        results(lambda t: functional.grouped_linear(t, w, offs), x, grad, w)  # noqa: B023
+        known.append(decisions())
+    assert known == [known[0]] * 3
+
+
+def test_linear_layers_plan_once_for_numbers_of_tokens_in_a_step() -> None:
+    w = linear(N, K, recipe=X_IN_POWERS).weight
+    made = [plans.plan_matmul(received(randn(t, K)), w, None, None) for t in (70, 100, 128, 129)]
+    assert made[0] is made[1] is made[2] is not made[3]
+
+
+def saved_of_x(run: Callable[[], Any]) -> int:
+    """The bytes of e4m3 and of fp32 scales that ``run()`` saves, without weights'."""
+    kept = {x.untyped_storage()._cdata: x for x in saved_by(run) if type(x) is Tensor}
+    return sum(x.untyped_storage().nbytes() for x in kept.values() if x.is_floating_point())
+
+
+@pytest.mark.parametrize("recipe", [*RECIPES, Recipe(), ROWS], ids=str)
+def test_one_form_of_x_is_saved(recipe: Recipe) -> None:
+    """At most 1.05 bytes an element of x, for several weights too."""
+    x = randn(2048, K).requires_grad_()
+    offs = torch.tensor([2048, 2048, 2048], dtype=torch.int32)
+    w, v = (linear(N, K, recipe=recipe).weight for _ in range(2))
+    stacks = [stack(3, recipe=recipe) for _ in range(2)]
+    shared = Siblings(recipe)
+    share_inputs(shared)
+    runs: dict[str, Callable[[], Any]] = {
+        "a linear layer": lambda: functional.linear(x, w),
+        "linear layers of a shared cast": lambda: [
+            functional.linear(cast, each) for cast in [quantize(x, recipe)] for each in (w, v)
+        ],
+        "shared inputs": lambda: shared(x),
+    }
+    if recipe in RECIPES:
+        arrived = received(x, recipe)
+        runs |= {
+            "tokens that arrive": lambda: [functional.linear(arrived, each) for each in (w, v)],
+            "tokens that arrive, shared": lambda: shared(arrived),
+            "experts": lambda: [functional.grouped_linear(arrived, s, offs) for s in stacks],
+        }
+    for name, run in runs.items():
+        assert x.numel() <= saved_of_x(run) <= 1.05 * x.numel(), name
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_bytes_that_change_before_the_backward(grouped: bool) -> None:
+    """A receive buffer that is used again, for example."""
+    x, _, offs = sample("ragged")
+    arrived = received(x)
+    if grouped:
+        w = stack(len(offs), recipe=X_IN_POWERS)
+        y = functional.gated_experts(arrived, w, w, w.detach().mT, offs)
+    else:
+        y = functional.linear(arrived, linear(N, K, recipe=X_IN_POWERS).weight)
+    assert arrived.rowwise_data is not None
+    arrived.rowwise_data.view(torch.uint8).zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
 def test_gated_mlps() -> None:
     up, gate = (linear(256, 128, recipe=X_IN_POWERS).weight for _ in range(2))
     down, grad = linear(128, 256, recipe=X_IN_POWERS).weight, randn(130, 128, seed=1)
@@ -166,10 +241,10 @@ def test_gated_mlps() -> None:
 class Siblings(nn.Module):
     """Linear layers that read one input."""
 
-    def __init__(self) -> None:
+    def __init__(self, recipe: Recipe = X_IN_POWERS) -> None:
         super().__init__()
-        self.q, self.k = linear(N, K, recipe=X_IN_POWERS), linear(64, K, recipe=X_IN_POWERS)
-        self.v = linear(64, K, recipe=X_IN_POWERS)
+        self.q, self.k = linear(N, K, recipe=recipe), linear(64, K, recipe=recipe)
+        self.v = linear(64, K, recipe=recipe)
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.cat([self.q(x), self.k(x), self.v(x)], -1)
@@ -183,7 +258,7 @@ def test_one_derivation_for_linear_layers_that_share_an_input() -> None:
     want = results(model, x, grad, *parameters)
     report = share_inputs(model)
     with Trace() as trace:  # a mode shares nothing
-        model(x)
+        results(model, x, grad, *parameters)
     assert [op for op in ours(trace) if "columnwise_from" in op] == [
         "columnwise_from_rowwise 1x128_pow2 128x128_pow2"
     ] * 3

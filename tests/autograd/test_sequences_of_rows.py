@@ -17,21 +17,31 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, Recipe
-from blocktensor.autograd import adapted_groups, gated_mlp, linear
+from blocktensor.autograd import adapted_groups, gated_mlp, linear, matmuls
 from blocktensor.autograd.gated_forms import plan_gated
 from blocktensor.autograd.plan import plan_matmul
 from blocktensor.ops.cast import choose_backend as casts
+from blocktensor.ops.cast import ops as ops_of_casts
 from blocktensor.ops.devices import H200
-from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_128X128, BlockFormat, Quantized
+from blocktensor.ops.formats import (
+    BLOCKS_1X128,
+    BLOCKS_1X128_POW2,
+    BLOCKS_128X128,
+    BLOCKS_128X128_POW2,
+    BlockFormat,
+    Quantized,
+)
 from blocktensor.ops.gemm import choose_backend as gemms
 from blocktensor.ops.gemm.hopper import launch as hopper_launch
+from blocktensor.ops.grouped_gemm import hopper_launch as grouped_launch
+from blocktensor.ops.grouped_gemm.ops import grouped_gemm
 from blocktensor.ops.norm import ops as norms
 from blocktensor.ops.norm import triton_norm
 from blocktensor.ops.producers import choose_backend as producers
 from blocktensor.ops.runtime import record
 from blocktensor.ops.runtime.launch import Launch, this_thread, watch_launches
 from blocktensor.ops.runtime.triton_compat import launcher
-from blocktensor.ops.scale_layouts import empty_columnwise, empty_quantized
+from blocktensor.ops.scale_layouts import empty_columnwise, empty_quantized, in_group_steps
 from blocktensor.ops.thin import ops as thin
 from tests.support.fake_driver import player
 
@@ -70,6 +80,7 @@ def planned(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     for module in (casts, gemms, producers, norms, thin):
         monkeypatch.setattr(module, "first_choice", choose)
     monkeypatch.setattr(hopper_launch, "card", lambda _: H200)
+    monkeypatch.setattr(grouped_launch, "sms", lambda _: 132)
     monkeypatch.setattr(Launch, "__call__", lambda self: this_thread.launches.append((self, None)))
     monkeypatch.setattr(launcher, "kernel_of", plain_kernel)
 
@@ -224,6 +235,47 @@ def test_adapters_of_experts(k: int, rank: int) -> None:
     numbers = 1025, 1030, 1099, 1104, 1500, 2047, 2048
     assert_same(adapted_groups._recorded_fprop._function, forward, 0b11, numbers)
     assert_same(adapted_groups._recorded_backward._function, backward, 0b1, numbers)
+
+
+TOKENS = (1025, 1030, 1099, 1104, 1500, 2047, 2048)
+every_columnwise = pytest.mark.parametrize("format", [BLOCKS_1X128_POW2, BLOCKS_128X128_POW2])
+
+
+@pytest.mark.usefixtures("planned")
+@WIDTHS
+@every_columnwise
+def test_tokens_that_arrive(k: int, format: BlockFormat) -> None:
+    """In FP8, with scales in powers of two."""
+    w = empty_quantized((N, k), BLOCKS_128X128, CPU)
+
+    def arrived(rows: int) -> Quantized:
+        return empty_quantized((rows, k), BLOCKS_1X128_POW2, CPU)
+
+    def forward(rows: int) -> tuple[Any, ...]:
+        return *arrived(rows), w, None, torch.bfloat16, False
+
+    assert_same(matmuls._gemm_of_rows._function, forward, 0b11)
+    assert_same(matmuls._columnwise_of_rows._function, lambda r: (*arrived(r), format), 0b11)
+
+
+@pytest.mark.usefixtures("planned")
+@pytest.mark.parametrize("room", [False, True])
+@every_columnwise
+def test_tokens_that_arrive_at_experts(format: BlockFormat, room: bool) -> None:
+    experts, k = 3, 1104
+    w = empty_quantized((experts, N, k), BLOCKS_128X128, CPU)
+    offs = torch.zeros(experts, dtype=torch.int32)
+
+    def arrived(rows: int) -> Quantized:
+        x = empty_quantized((2048 if room else rows, k), BLOCKS_1X128_POW2, CPU)
+        return in_group_steps(Quantized(x.data[:rows], x.scale[:rows], x.format))
+
+    def forward(rows: int) -> tuple[Any, ...]:
+        return arrived(rows), w, offs, None, torch.bfloat16, rows
+
+    assert_same(grouped_gemm, forward, 0, TOKENS)
+    derived = ops_of_casts.columnwise_from_rowwise
+    assert_same(derived, lambda rows: (arrived(rows), format, offs, rows), 0, TOKENS)
 
 
 @pytest.mark.usefixtures("planned")

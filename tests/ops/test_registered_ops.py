@@ -51,6 +51,7 @@ def cast_samples(shape: tuple[int, int], rng: Generator) -> Samples:
         "columnwise_from_rowwise": (powers, BLOCKS_1X128_POW2, None),
         "columnwise_from_rowwise in squares": (powers, BLOCKS_128X128_POW2, None),
         "columnwise_from_rowwise by groups": (powers, BLOCKS_128X128_POW2, grouped(len(x))),
+        "columnwise_from_rowwise of tokens": (powers, BLOCKS_1X128_POW2, grouped(len(x)), len(x)),
         "quantize_rowwise": (x.t(), BLOCKS_1X128),
         "quantize_rowwise of a stack": (stack, BLOCKS_128X128_POW2),
         "quantize_columnwise": (x, BLOCKS_1X128_POW2),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,11 +20,19 @@ from tests.support.sharded import assert_equal, gradients, step
 
 
 class Dispatched(nn.Module):
-    """Experts whose stacks are cut between the ranks of ``group``, and the way to them and back."""
+    """Experts whose stacks are cut between the ranks of ``group``, and the way to them and back.
 
-    def __init__(self, experts: nn.Module, group: dist.ProcessGroup) -> None:
+    ``send``: the autograd function that brings rows to other ranks.
+    """
+
+    def __init__(
+        self,
+        experts: nn.Module,
+        group: dist.ProcessGroup,
+        send: Callable[..., Any] = all_to_all_single_autograd,
+    ) -> None:
         super().__init__()
-        self.experts, self.group = experts, group
+        self.experts, self.group, self.send = experts, group, send
 
     def forward(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
         """``x[T, K]`` of this rank, sorted by expert; ``sizes``: how many rows each expert gets."""
@@ -36,7 +44,7 @@ class Dispatched(nn.Module):
         sent = [sum(sizes[r * each : (r + 1) * each]) for r in range(ranks)]
         arriving = [counts[mine] for counts in everyone]  # by source, then by expert
         got = [sum(counts) for counts in arriving]
-        rows = all_to_all_single_autograd(x, got, sent, self.group)
+        rows = self.send(x, got, sent, self.group)
         expert = [e for counts in arriving for e, n in enumerate(counts) for _ in range(n)]
         order = torch.tensor(expert, dtype=torch.long).argsort(stable=True).to(x.device)
         local = torch.tensor([sum(n) for n in zip(*arriving, strict=True)], dtype=torch.long)

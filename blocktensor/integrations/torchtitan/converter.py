@@ -26,6 +26,7 @@ from ...fusion.mlp import MLP
 from ...ops.formats import ScaleRounding
 from ...patches import SET_TIMEOUT, TORCHTITAN_CONFIG
 from ...recipe import CachePolicy, Recipe, Scales, WgradInput
+from .dispatch import dispatch_in_fp8
 from .parallel import cut_linears
 
 AUTO_FILTER = "auto_filter_small_kn"
@@ -64,6 +65,12 @@ class BlockwiseFP8Converter(QuantizationConverter):
         fuse: bool = False
         """Run gated MLPs with casts made where values are computed (``blocktensor.fuse``)."""
 
+        dispatch_in_fp8: bool = False
+        """
+        Expert parallel: send tokens to their experts in FP8 (``all_to_all_fp8``). ``scale`` must
+        have activations in powers of two.
+        """
+
         saved_tensors_in_fp8: bool = False
         """Save activations for backward in FP8 (``blocktensor.saved_tensors_in_fp8``)."""
 
@@ -85,7 +92,7 @@ class BlockwiseFP8Converter(QuantizationConverter):
         Raises:
             TypeError: ``filter_fqns`` is not a list of str; ``convert_head`` is no bool.
             ValueError: a choice that blocktensor.Recipe does not have; an empty name, which would
-                match everything.
+                match everything; ``dispatch_in_fp8`` with scales that are no powers of two.
         """
         self.config = config
         _check_names(config.filter_fqns)
@@ -97,6 +104,12 @@ class BlockwiseFP8Converter(QuantizationConverter):
             wgrad_input=config.wgrad_input,
             batch_invariant=config.batch_invariant,
         )
+        if config.dispatch_in_fp8 and not self._recipe.activation_format.power_of_two:
+            raise ValueError(
+                f"dispatch_in_fp8=True with scale={config.scale!r}: experts would round the tokens "
+                f"a second time for the gradients of their weights; set "
+                f"scale=Scales(activations='power_of_two') or scale='power_of_two'"
+            )
 
     def convert(self, model_config: Any) -> Any:
         """Make ``model_config`` build a model that trains in FP8; change it in place and return it.
@@ -146,6 +159,9 @@ class BlockwiseFP8Converter(QuantizationConverter):
         logger.info("blockwise FP8: what was converted\n%s", report)
         if config.fuse:
             logger.info("blockwise FP8: what was fused\n%s", fuse(model))
+        if config.dispatch_in_fp8:
+            names = dispatch_in_fp8(model)
+            logger.info("blockwise FP8: tokens are sent in FP8 to %s", ", ".join(names) or "no one")
         if config.saved_tensors_in_fp8:
             saved_tensors_in_fp8().register(model)
 

@@ -210,24 +210,32 @@ def quantize_grouped(
     return empty_forms(x, offs, rowwise, columnwise)
 
 
-def _check_derived(x: Quantized, columnwise: BlockFormat, offs: Tensor | None) -> None:
+def _check_derived(
+    x: Quantized, columnwise: BlockFormat, offs: Tensor | None, tokens: int | None
+) -> None:
     checks.quantized(x)
-    checks.fit(x.format.rows == 1, x.format.power_of_two, columnwise.power_of_two)
+    fits = not isinstance(tokens, int) or tokens <= x.data.shape[0]  # symbolic: while tracing
+    checks.fit(x.format.rows == 1, x.format.power_of_two, columnwise.power_of_two, fits)
+    checks.fit(tokens is None or offs is not None)
     if offs is not None:
         checks.group_ends(offs, x.data, "FP8 data")
 
 
 @op(
-    lambda x, columnwise, _: cast_backend(x.data, x.format, columnwise),
+    lambda x, columnwise, *_: cast_backend(x.data, x.format, columnwise),
     check=_check_derived,
-    formats=lambda x, columnwise, _: columnwise,
+    formats=lambda x, columnwise, *_: columnwise,
 )
 def columnwise_from_rowwise(
-    x: Quantized, columnwise: BlockFormat, offs: Tensor | None = None
+    x: Quantized,
+    columnwise: BlockFormat,
+    offs: Tensor | None = None,
+    tokens: int | None = None,
 ) -> Quantized:
     """Derive the columnwise form of ``x[T, K]`` from its rowwise bytes, without another rounding.
 
     Both formats have power-of-two scales. With ``offs``, blocks begin anew in every group of rows.
+    ``tokens``: T, if x has more rows, as casts in groups have (:func:`quantize_grouped`).
     See :func:`blocktensor.ops.reference.columnwise_from_rowwise`.
     """
     return empty_columnwise(x.data, columnwise, offs)

@@ -293,10 +293,14 @@ def _store(target, words, inside, EVEN: tl.constexpr):
         tl.store(target, tl.trans(words), mask=inside)
 
 
-def plan_columnwise_from_rowwise(x: Quantized, col: Quantized, offs: Tensor | None) -> Launch:
+def plan_columnwise_from_rowwise(
+    x: Quantized, col: Quantized, offs: Tensor | None, tokens: int | None = None
+) -> Launch:
     """Plan the launch that writes the columnwise form of ``x[M, K]`` into ``col``."""
     data, scale, _ = x
     m, k = data.shape
+    if tokens is not None:
+        m = tokens
     groups = 0 if offs is None else offs.shape[0]
     columns, square = col.data.shape[1], col.format.transposes
     in_words = not (k | data.stride(0) | data.data_ptr()) % 4
@@ -321,7 +325,10 @@ def plan_columnwise_from_rowwise(x: Quantized, col: Quantized, offs: Tensor | No
 
 
 def columnwise_from_rowwise(
-    x: Quantized, columnwise: BlockFormat, offs: Tensor | None = None
+    x: Quantized,
+    columnwise: BlockFormat,
+    offs: Tensor | None = None,
+    tokens: int | None = None,
 ) -> Quantized:
     """See :func:`blocktensor.ops.reference.columnwise_from_rowwise`."""
     if x.data.stride(1) != 1:
@@ -329,5 +336,5 @@ def columnwise_from_rowwise(
     if x.scale.stride(0) != 1:
         x = x._replace(scale=laid_out(*x).scale)
     col = empty_columnwise(x.data, columnwise, offs)
-    plan_columnwise_from_rowwise(x, col, offs)()
+    plan_columnwise_from_rowwise(x, col, offs, tokens)()
     return col

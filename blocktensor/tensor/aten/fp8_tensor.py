@@ -18,7 +18,7 @@ from ..base import implements, only_dtype, view_of_its_kind
 from ..compat.sent_frozen import Bucket
 from ..fp8_tensor import ATEN_OPS, BlockwiseFP8Tensor
 from ..operand import Operand
-from ..refusals import refuse, refuse_bytes, refuse_to_pick
+from ..refusals import refuse, refuse_bytes
 from ..torch_internals.callers import converts_a_model
 
 aten = torch.ops.aten
@@ -239,13 +239,6 @@ def _copy_(func: Any, x: Tensor, source: Tensor, non_blocking: bool = False) -> 
 
 def _storages(x: BlockwiseFP8Tensor) -> set[int]:
     return {form.data.untyped_storage()._cdata for form in x.operand if form is not None}
-
-
-@implements(ATEN_OPS, aten.gather.default, aten.index.Tensor, aten.index_select.default)
-def _picked(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    if isinstance(x, BlockwiseFP8Tensor) and x.format.transposes and x.ndim > 2:
-        refuse_to_pick(func, x, ".dequantize()")
-    refuse(func)
 
 
 def _copy_form(target: Quantized, source: Quantized, non_blocking: bool) -> None:

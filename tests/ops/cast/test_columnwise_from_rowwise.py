@@ -142,6 +142,20 @@ def test_kernels_by_groups(
     assert_same_forms(made, want)
 
 
+@every_format
+@interpreted
+def test_rows_beyond_the_tokens_are_not_read(format: BlockFormat) -> None:
+    """Also where the ends of groups, by mistake, lie beyond the tokens."""
+    tokens, x = 270, values("normal", 300, 140, torch.bfloat16, Generator().manual_seed(0))
+    x[tokens:] = math.nan
+    row = reference.quantize_rowwise(x, BLOCKS_1X128_POW2)
+    own = Quantized(row.data[:tokens], row.scale[:tokens], row.format)
+    want = reference.columnwise_from_rowwise(own, format, ends(100, 170))
+    for module in (kernels("triton"), reference):
+        made = module.columnwise_from_rowwise(row, format, ends(100, 190), tokens)
+        assert_same_forms(filled(made, (100, 170)), filled(want, (100, 170)))
+
+
 @pytest.mark.gpu
 @every_format
 @pytest.mark.parametrize("shape", [(1024, 1536), (300, 576), (4099, 130), (1, 1)], ids=str)

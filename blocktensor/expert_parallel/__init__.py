@@ -1,0 +1,1 @@
+"""Internal: tokens that travel to their experts. ``blocktensor.distributed`` is public."""
