@@ -80,14 +80,15 @@ def _cast(
 def mxfp4_scale(amax: Tensor) -> Tensor:
     """Return the scale of a group of MXFP4 from its fp32 ``amax``: the least that does not saturate.
 
-    It is the smallest power of two, from 2^-127 on, of which ``amax`` is at most 6 times as much.
-    gpt-oss's and DeepSeek-V4's quantizers round ``amax / 6`` up in the same way; the example of the
+    It is the smallest power of two, from 2^-127 to 2^125, of which ``amax`` is at most 6 times as
+    much; with larger scales the number 6 would not be finite. gpt-oss's and DeepSeek-V4's quantizers round ``amax / 6`` up in the same way; the example of the
     OCP specification, ``2^(floor(log2(amax)) - 2)``, saturates numbers between 6 and 8 scales. A
     group with NaN or Inf gets NaN.
     """
     bits = amax.view(torch.int32)
     significand_above_one_half = (bits & 0x7FFFFF) > 0x400000
     exponent = (bits >> 23) - 2 + significand_above_one_half.int()  # biased; subnormal below 1
+    exponent = exponent.clamp(max=252)
     power = torch.where(exponent > 0, exponent << 23, torch.full_like(exponent, 1 << 22))
     nan = torch.full_like(amax, float("nan"))
     return torch.where(amax.isfinite(), power.view(torch.float32), nan)
@@ -106,7 +107,7 @@ def on_mxfp4_grid(x: Tensor, group: tuple[int, int]) -> Tensor:
     shape = ceil_div(rows, group[0]), group[0], ceil_div(cols, group[1]), group[1]
     groups = wide.view(*x.shape[:-2], *shape)
     scale = mxfp4_scale(_amax(groups))[..., :, None, :, None]
-    numbers = (groups / scale).abs()
+    numbers = (groups / scale).abs().clamp(max=6)
     step = torch.where(numbers < 2, 0.5, torch.where(numbers < 4, 1.0, 2.0))
     made = ((numbers / step).round() * step * scale).copysign(groups)
     return made.flatten(-2).flatten(-3, -2)[..., :rows, :cols]

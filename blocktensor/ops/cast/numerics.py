@@ -106,12 +106,14 @@ def on_mxfp4_grid(x, GROUP_ROWS: tl.constexpr, GROUP_COLS: tl.constexpr):
         groups = tl.reshape(wide, [rows // GROUP_ROWS, GROUP_ROWS, cols])
     amax = tl.max(magnitude_bits(groups), 1, keep_dims=True)
     exponent = (amax >> 23) - 2 + ((amax & 0x7FFFFF) > 0x400000).to(tl.int32)
+    exponent = tl.minimum(exponent, 252)
     power = tl.where(exponent > 0, exponent << 23, 1 << 22)
     scale = power.to(tl.float32, bitcast=True)
     inverse = tl.where(exponent > 0, (254 - exponent) << 23, 254 << 23)
     inverse = tl.where(amax < INF_BITS, inverse, 0x7FC00000).to(tl.float32, bitcast=True)
     bits = groups.to(tl.int32, bitcast=True)
     numbers = (bits & 0x7FFFFFFF).to(tl.float32, bitcast=True) * inverse
+    numbers = tl.where(numbers > 6.0, 6.0, numbers)
     step = tl.where(numbers < 2.0, 0.5, tl.where(numbers < 4.0, 1.0, 2.0))
     large = step * 12582912.0  # 1.5 * 2^23: sums with it are rounded to multiples of the step
     made = ((numbers + large) - large) * scale

@@ -118,6 +118,7 @@ def _plan(
     )
     blocks_n, blocks_k = num_blocks(row + rows), num_blocks(col + cols)
     even_cols = col == cols % BLOCK == 0
+    wide = x.dtype == torch.float32
     wide_loads = even_cols and x.stride(-1) == 1
     return Launch(
         block_kernel,
@@ -136,7 +137,8 @@ def _plan(
             "GROUP_COLS": group_cols,
         },
         {
-            "num_warps": 16 if x.dtype == torch.float32 or not wide_loads else 8,
+            # with groups, 16 warps spill
+            "num_warps": 16 if not group_rows and (wide or not wide_loads) else 8,
             "enable_fp_fusion": True,
         },
     )  # fmt: skip
