@@ -79,8 +79,8 @@ class Recipe:
             - ``"1x128"``: FP8 in blocks of 128 tokens of one feature.
             - ``"high_precision"``: the input itself. wgrad is then computed in its dtype, and the
               saved input takes twice the memory.
-            - ``"dequantized"``: the rowwise FP8 form, which fprop has read. wgrad is then computed of
-              its values in high precision.
+            - ``"dequantized"``: the rowwise FP8 form, which fprop has read. wgrad is then computed
+              of its values in high precision.
 
         batch_invariant: compute each row of an output with the same bits for any other rows.
             Matmuls of few tokens are then not split along K, which makes them slower

@@ -104,7 +104,7 @@ class Plan:
         self.x_columnwise = self.wgrad_input if needs_dw else None
         self.derives_x = self.x_columnwise is not None and derives_columnwise(x, offs)
         self.plain_wgrad = needs_dw and self.x_columnwise is None
-        self.plain_dgrad = recipe.backward != "fp8"
+        self.plain_dgrad = needs_dx and recipe.backward != "fp8"
         self.reads_master = recipe.backward == "high_precision"
         self.saves_rows = self.plain_wgrad and recipe.wgrad_input == "dequantized"
         self.saves_x = self.plain_wgrad and not self.saves_rows

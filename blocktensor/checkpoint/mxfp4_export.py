@@ -147,9 +147,7 @@ def _packed(
     return made
 
 
-def _as_mxfp4(
-    name: str, form: Quantized, grid: _Grid, layout: Packed | None
-) -> dict[str, Tensor]:
+def _as_mxfp4(name: str, form: Quantized, grid: _Grid, layout: Packed | None) -> dict[str, Tensor]:
     """Return the two tensors of a weight in MXFP4, by name."""
     shape = tuple(form.data.shape)
     if layout is not None and layout.shape != shape:
@@ -180,9 +178,12 @@ def _as_mxfp4(
         names, dtypes = (f"{name}_blocks", f"{name}_scales"), (torch.uint8, torch.uint8)
         shapes = (*both[1].shape, MXFP4_GROUP // 2), both[1].shape
     else:
-        names, dtypes = (name, names_of_scales(name)[-2 if name.endswith("weight") else -1]), (
-            torch.int8,
-            torch.float8_e8m0fnu,
+        names, dtypes = (
+            (name, names_of_scales(name)[-2 if name.endswith("weight") else -1]),
+            (
+                torch.int8,
+                torch.float8_e8m0fnu,
+            ),
         )
         shapes = both[0].shape[1:], both[1].shape[1:]
     return {

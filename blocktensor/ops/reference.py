@@ -78,17 +78,17 @@ def _cast(
 
 
 def mxfp4_scale(amax: Tensor) -> Tensor:
-    """Return the scale of a group of MXFP4 from its fp32 ``amax``: the least that does not saturate.
+    """Return the scale of a group of MXFP4 from its fp32 ``amax`` (any shape).
 
     It is the smallest power of two, from 2^-127 to 2^125, of which ``amax`` is at most 6 times as
-    much; with larger scales the number 6 would not be finite. gpt-oss's and DeepSeek-V4's quantizers round ``amax / 6`` up in the same way; the example of the
-    OCP specification, ``2^(floor(log2(amax)) - 2)``, saturates numbers between 6 and 8 scales. A
-    group with NaN or Inf gets NaN.
+    much; with larger scales the number 6 would not be finite. gpt-oss's and DeepSeek-V4's
+    quantizers round ``amax / 6`` up in the same way. The example of the OCP specification,
+    ``2^(floor(log2(amax)) - 2)``, saturates numbers between 6 and 8 scales. A group with NaN or Inf
+    gets NaN.
     """
     bits = amax.view(torch.int32)
-    significand_above_one_half = (bits & 0x7FFFFF) > 0x400000
-    exponent = (bits >> 23) - 2 + significand_above_one_half.int()  # biased; subnormal below 1
-    exponent = exponent.clamp(max=252)
+    is_above = (bits & 0x7FFFFF) > 0x400000  # of 6 times a power of two
+    exponent = ((bits >> 23) - 2 + is_above.int()).clamp(max=252)  # biased; subnormal below 1
     power = torch.where(exponent > 0, exponent << 23, torch.full_like(exponent, 1 << 22))
     nan = torch.full_like(amax, float("nan"))
     return torch.where(amax.isfinite(), power.view(torch.float32), nan)

@@ -39,8 +39,8 @@ class AuditedMatmul:
         attention: True for attention, and for a batched matmul of two activations.
         recomputed: True if activation checkpointing ran it again in the backward.
         reason: why it should have been FP8; empty if it is, or if nothing says that it should.
-        note: why it is meant to be in high precision: ``wgrad_input`` or ``backward`` of a Recipe asks
-            for it, or it is an outer product (K = 1) that reads no parameter. Else empty.
+        note: why it is meant to be in high precision: ``wgrad_input`` or ``backward`` of a Recipe
+            asks for it, or it is an outer product (K = 1) that reads no parameter. Else empty.
         weight: in high precision, the name of the parameter or buffer that it or, in the backward,
             its forward reads; else empty.
         remedy: why that parameter is not in FP8, and how to convert it; or empty.

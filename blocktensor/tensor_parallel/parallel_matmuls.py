@@ -56,10 +56,9 @@ def parallel_linear(x: Tensor, w: Tensor, bias: Tensor | None, matmul: Dense) ->
         plan = plan_matmul(x, w, bias, None)
         if plan.plain_dgrad or plan.saves_rows:
             raise NotImplementedError(
-                f"a tensor parallel FP8 linear layer {list(w.shape)} whose recipe computes gradients "
-                f"of dequantized operands, or data gradients in high precision: convert with "
-                f"backward='fp8' (and wgrad_input='high_precision' for weight gradients in high "
-                f"precision)"
+                f"a tensor parallel FP8 linear layer {list(w.shape)} whose recipe computes "
+                f"gradients of dequantized operands, or data gradients in high precision: convert "
+                f"with backward='fp8'; wgrad_input='high_precision' works"
             )
         if plan.casts_x:
             x = x.to(plan.out_dtype)

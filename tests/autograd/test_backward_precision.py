@@ -1,4 +1,4 @@
-"""``Recipe(backward=...)``: forward in FP8; gradients in high precision, or of dequantized operands."""
+"""``Recipe(backward=...)``: a forward in FP8, and gradients in high precision."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ from blocktensor import (
 )
 from blocktensor.ops import reference
 from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_128X128
+from tests.autograd.test_scales import sqnr
+from tests.docs.code_blocks import ROOT
 from tests.support.models import randn
+from tests.support.outliers import KINDS
 
 MASTERS = Recipe(backward="high_precision")
 VALUES = Recipe(backward="dequantized")
@@ -241,7 +244,7 @@ def test_the_loss_of_logits_is_refused(recipe: Recipe) -> None:
     weight = nn.Parameter(BlockwiseFP8Weight(randn(72, 160), recipe))
     target = torch.zeros(9, dtype=torch.int64)
     with pytest.raises(NotImplementedError, match=r"compute F\.cross_entropy\(F\.linear"):
-        functional.linear_cross_entropy(randn(9, 160), weight, target)
+        functional.linear_cross_entropy(randn(9, 160, grad=True), weight, target)
 
 
 @every_recipe
@@ -262,8 +265,26 @@ def test_reports(recipe: Recipe) -> None:
         assert each.reason == f"bfloat16, by Recipe(backward={recipe.backward!r})"
 
 
+def rows_on_the_page() -> dict[str, list[list[float]]]:
+    """The numbers of each row: dx and dw, each with the choices in their order."""
+    page = (ROOT / "docs/guides/recipes.md").read_text("utf-8")
+    _, _, after = page.partition("| operands | dx | dw |\n")
+    lines = [line for line in after.split("\n\n")[0].splitlines()[1:] if line]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return {name: [[*map(float, each.split(" / "))] for each in rest] for name, *rest in cells}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_table_on_the_page(kind: str, device: torch.device) -> None:
+    made = [sqnr(kind, recipe, device) for recipe in (Recipe(), VALUES, MASTERS)]
+    shown = rows_on_the_page()
+    assert shown.keys() == KINDS.keys()
+    for wanted, name in zip(shown[kind], ("dx", "dw"), strict=True):
+        assert wanted == pytest.approx([each[name] for each in made], abs=0.1)
+
+
 def test_recipes() -> None:
-    assert MASTERS == Recipe(backward="high_precision", wgrad_input="high_precision")
+    assert Recipe(backward="high_precision", wgrad_input="high_precision") == MASTERS
     assert VALUES.wgrad_input == "dequantized"
     with pytest.raises(ValueError, match="leave wgrad_input out"):
         Recipe(backward="dequantized", wgrad_input="1x128")

@@ -1,4 +1,4 @@
-"""Weights on the grid of MXFP4: forwards equal dequantized MXFP4 weights in bits; straight-through."""
+"""Weights on the grid of MXFP4: forwards read dequantized MXFP4 weights; gradients pass through."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights on the grid of MXFP4 are exported bit for bit: loaded ones unchanged, trained ones as cast."""
+"""Weights on the grid of MXFP4 are exported bit for bit: loaded ones unchanged, others as cast."""
 
 from __future__ import annotations
 

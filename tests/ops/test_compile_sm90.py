@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from blocktensor.ops.formats import (
-    GRID_FORMATS,
     ACTIVATION_FORMATS,
     BLOCKS_1X128,
     BLOCKS_1X128_POW2,
     BLOCKS_128X128,
     BLOCKS_128X128_POW2,
+    GRID_FORMATS,
     GROUP_STEP,
     WEIGHT_FORMATS,
     BlockFormat,

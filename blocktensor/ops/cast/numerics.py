@@ -95,6 +95,15 @@ def quotient(x, pre, r, e, METHOD: tl.constexpr, POWER_OF_TWO: tl.constexpr):
 
 
 @triton.jit
+def on_grid(x, GROUP_ROWS: tl.constexpr, GROUP_COLS: tl.constexpr):
+    # A tile on the grid of MXFP4, or itself without groups.
+    if GROUP_ROWS == 0:
+        return x
+    else:
+        return on_mxfp4_grid(x, GROUP_ROWS, GROUP_COLS)
+
+
+@triton.jit
 def on_mxfp4_grid(x, GROUP_ROWS: tl.constexpr, GROUP_COLS: tl.constexpr):
     # reference.on_mxfp4_grid of a tile of whole groups, in fp32. Groups are one row or one column.
     rows: tl.constexpr = x.shape[0]

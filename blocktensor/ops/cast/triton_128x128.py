@@ -18,7 +18,7 @@ from .numerics import (
     is_wide,
     magnitude_bits,
     method_for,
-    on_mxfp4_grid,
+    on_grid,
     quotient,
     scale_from_bits,
 )
@@ -70,8 +70,7 @@ def block_kernel(
         x = tl.load(source + offsets)
     else:
         x = tl.load(source + offsets, mask=inside, other=0.0)
-    if GROUP_ROWS:
-        x = on_mxfp4_grid(x, GROUP_ROWS, GROUP_COLS)
+    x = on_grid(x, GROUP_ROWS, GROUP_COLS)
     place = block_ptr + matrix * block_stride_e + block_n.to(tl.int64) * block_ld + block_k
     if MODE == "shard":
         amax = tl.load(place).to(tl.int32, bitcast=True) & 0x7FFFFFFF
