@@ -5,11 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from .ops.formats import ACTIVATION_FORMATS, ROUNDINGS, WEIGHT_FORMATS, BlockFormat, ScaleRounding
+from .ops.formats import (
+    ACTIVATION_FORMATS,
+    GRID_FORMATS,
+    ROUNDINGS,
+    WEIGHT_FORMATS,
+    BlockFormat,
+    ScaleRounding,
+    WeightGrid,
+)
 
 OperandName = Literal["activations", "gradients", "weights"]
 CachePolicy = Literal["backward", False]
-WgradInput = Literal["1x128", "128x128", "high_precision"]
+WgradInput = Literal["1x128", "128x128", "high_precision", "dequantized"]
+Backward = Literal["fp8", "high_precision", "dequantized"]
 
 
 @dataclass(frozen=True)
@@ -70,13 +79,32 @@ class Recipe:
             - ``"1x128"``: FP8 in blocks of 128 tokens of one feature.
             - ``"high_precision"``: the input itself. wgrad is then computed in its dtype, and the
               saved input takes twice the memory.
+            - ``"dequantized"``: the rowwise FP8 form, which fprop has read. wgrad is then computed
+              of its values in high precision.
 
         batch_invariant: compute each row of an output with the same bits for any other rows.
             Matmuls of few tokens are then not split along K, which makes them slower
             (docs/guides/rl.md); with 2,048 tokens or more nothing changes.
+        backward: the numbers of dgrad and wgrad. fprop is always in FP8 (docs/guides/rl.md).
+
+            - ``"fp8"``: FP8.
+            - ``"high_precision"``: gradients, saved inputs (``wgrad_input="high_precision"``) and
+              the masters of weights, all in high precision. Not of weights that FSDP2 gathers.
+            - ``"dequantized"``: gradients in high precision, and the values of inputs
+              (``wgrad_input="dequantized"``) and weights that fprop has read.
+
+        weight_grid: a grid to which casts round weights first, for training of weights that will be
+            stored in MXFP4 (docs/guides/mxfp4.md). Needs weights with power-of-two scales.
+            Gradients pass straight through.
+
+            - ``None``: no grid.
+            - ``"mxfp4"``: numbers of e2m1 times a power of two for each 32 of a row of a weight
+              ``[N, K]`` or ``[E, N, K]``.
+            - ``"mxfp4_kn"``: the same for each 32 of a column of a weight ``[K, N]`` or
+              ``[E, K, N]``. ``convert`` chooses it for modules whose layout it knows.
 
     Raises:
-        ValueError: for a value outside the choices above.
+        ValueError: for a value outside the choices above, or choices that exclude each other.
 
     Examples:
         >>> recipe = blocktensor.Recipe(scale="power_of_two")
@@ -90,6 +118,8 @@ class Recipe:
     cache_weight: CachePolicy = "backward"
     wgrad_input: WgradInput = "128x128"
     batch_invariant: bool = False
+    backward: Backward = "fp8"
+    weight_grid: WeightGrid | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.scale, Scales):
@@ -101,6 +131,8 @@ class Recipe:
             "cache_weight": get_args(CachePolicy),
             "wgrad_input": get_args(WgradInput),
             "batch_invariant": (False, True),
+            "backward": get_args(Backward),
+            "weight_grid": (None, *GRID_FORMATS),
         }
         for name, allowed in fields.items():
             value = getattr(self, name)
@@ -110,6 +142,25 @@ class Recipe:
                     f"Recipe({name}={value!r}): expected one of {', '.join(map(repr, allowed))}"
                     f"{others}"
                 )
+        self._check_backward()
+        if self.weight_grid is not None and self.scale_of("weights") != "power_of_two":
+            raise ValueError(
+                f"Recipe(weight_grid={self.weight_grid!r}): blocks of fp32 scales do not hold the "
+                f"values of the grid; expected weights with scales in powers of two, "
+                f"Recipe(scale=Scales(weights='power_of_two'), weight_grid={self.weight_grid!r})"
+            )
+
+    def _check_backward(self) -> None:
+        """Choose ``wgrad_input`` for a backward in high precision, or check it."""
+        if self.backward == "fp8":
+            return
+        if self.wgrad_input == Recipe.wgrad_input:
+            object.__setattr__(self, "wgrad_input", self.backward)
+        elif self.wgrad_input != self.backward:
+            raise ValueError(
+                f"Recipe(backward={self.backward!r}, wgrad_input={self.wgrad_input!r}): the "
+                f"former says what the gradient of the weight reads; leave wgrad_input out"
+            )
 
     @classmethod
     def deepseek(cls) -> Recipe:
@@ -147,10 +198,14 @@ class Recipe:
     @property
     def wgrad_input_format(self) -> BlockFormat | None:
         """The format of activations columnwise; None if weight gradients are in high precision."""
-        rows, squares = self.activation_format, self.weight_format
-        if squares.scale_rounding != rows.scale_rounding:
-            squares = WEIGHT_FORMATS[rows.scale_rounding]
+        rows, squares = self.activation_format, WEIGHT_FORMATS[self.scale_of("activations")]
         return {"1x128": rows, "128x128": squares}.get(self.wgrad_input)
+
+    @property
+    def saved_input_format(self) -> BlockFormat | None:
+        """The format of the form of an activation that forward saves; None if it saves no form."""
+        is_rowwise = self.wgrad_input == "dequantized"
+        return self.activation_format if is_rowwise else self.wgrad_input_format
 
     @property
     def wgrad_input_format_kn(self) -> BlockFormat | None:
@@ -163,8 +218,15 @@ class Recipe:
 
     @property
     def weight_format(self) -> BlockFormat:
-        """The format of weights."""
+        """The format of casts of weights, in their own layout."""
+        if self.weight_grid is not None:
+            return GRID_FORMATS[self.weight_grid]
         return WEIGHT_FORMATS[self.scale_of("weights")]
+
+    @property
+    def weight_format_nk(self) -> BlockFormat:
+        """The format of casts of weights ``[..., N, K]``, as matmuls read them."""
+        return self.weight_format if self.weight_grid is None else GRID_FORMATS["mxfp4"]
 
     @property
     def power_of_two(self) -> bool:

@@ -54,6 +54,8 @@ def adapted_groups(
     with torch._C.DisableTorchFunctionSubclass():
         if not _takes(x, w, term, offs):
             return None
+        if (w.recipe if recipe is None else recipe).backward != "fp8":
+            return None
         operands = x, w, bias, offs, recipe, term.a, term.b, float(term.scaling)
         if repeat.table is not None and not is_compiling():
             known = repeat.run(operands)

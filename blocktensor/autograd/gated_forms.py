@@ -125,7 +125,7 @@ def plan_gated(
         activation,
         recompute,
         saves_h=not (needs_dh and makes_h),
-        one_by_one=any(plan.saves_x for plan in (*firsts, down))
+        one_by_one=any(plan.plain_wgrad or plan.plain_dgrad for plan in (*firsts, down))
         or firsts[-1].wgrad_input is not gate.wgrad_input,
         needs_dh=needs_dh,
         x_columnwise=next((x.x_columnwise for x in firsts if x.x_columnwise), None),

@@ -238,7 +238,7 @@ class FP8Linear(FP8Function):
             y, x_col, w_col = _fprop(x, x_row, w_read, bias, offs, plan)
             if plan.casts_weight:
                 w_saved, ctx.weight = hold_cast(weight, plan, w_col)
-            x_saved = x_saved or saved_of(x, x_col, plan)
+            x_saved = x_saved or saved_of(x, x_row, x_col, plan)
         else:
             w_row, w_saved, ctx.weight = p.weight(w, plan)
             x_row, x_saved = given or p.input(x, plan)
@@ -255,7 +255,7 @@ class FP8Linear(FP8Function):
 def _given(x: Tensor, cast: tuple[Tensor, ...], plan: Plan) -> tuple[Quantized, Saved]:
     """Return the rowwise form of x and the tensors of x to save, given its data and scales."""
     x_row, x_col = _forms_given(cast, plan)
-    return x_row, saved_of(x, x_col, plan)
+    return x_row, saved_of(x, x_row, x_col, plan)
 
 
 @sequence(0, 1)
@@ -352,17 +352,18 @@ def _gradients(
         assert w_col is not None
         dx, dw = _backward(grad, x, w_col, offs, plan)
         return matmul.finish(dx, dbias, plan)[0], dw, dbias
-    if plan.tracing and not is_own and not plan.saves_x:
+    in_fp8 = not (plan.plain_dgrad or plan.plain_wgrad)
+    if plan.tracing and not is_own and in_fp8:
         dx, dw = matmul.traced_backward(grad, x, read, weight if needs_dx else (), plan)
         dx, dbias = matmul.finish(dx, dbias, plan)
         return dx, dw, dbias
     g_row, g = matmul.grad_forms(grad, plan, needs_dx, needs_dw)
     del grad  # only its forms are needed
-    w_col = read.columnwise(weight, needs_dx)
+    w = (read.values if plan.plain_dgrad else read.columnwise)(weight, needs_dx)
     if needs_dx:
-        assert w_col is not None
-        dx = matmul.dgrad(g_row, w_col, plan)
-        del w_col, g_row
+        assert w is not None
+        dx = matmul.dgrad(g_row, w, plan)
+        del w, g_row
     if needs_dw:
         dw = matmul.wgrad(g, x, plan)
     dx, dbias = matmul.finish(dx, dbias, plan)

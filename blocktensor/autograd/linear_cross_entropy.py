@@ -115,6 +115,12 @@ def linear_cross_entropy(
                 f"a compiler or torch.func traces: pass local, plain tensors in eager mode, or "
                 f"compute F.cross_entropy(F.linear(x, w).float(), target)"
             )
+        if plan.plain_dgrad or plan.saves_rows:
+            raise NotImplementedError(
+                "linear_cross_entropy with a recipe whose backward reads dequantized operands or "
+                "runs in high precision: compute F.cross_entropy(F.linear(x, w).float(), target), "
+                "or convert the head with backward='fp8' and another wgrad_input"
+            )
         if plan.casts_x:
             x = x.to(plan.out_dtype)
         needs_dbias = bias is not None and torch.is_grad_enabled() and bias.requires_grad

@@ -9,7 +9,9 @@
     Grouped   the same for rows of group e of x and g, and expert w[e]
 
 ``Recipe(wgrad_input=...)`` chooses the blocks of x columnwise; with ``"high_precision"`` wgrad
-reads x and g themselves. ``tensor_parallel/parallel_matmuls.py`` has the matmuls whose weight
+reads x and g themselves, with ``"dequantized"`` the values of x.rowwise and g itself.
+``Recipe(backward=...)`` chooses so for dgrad as well: it reads w, or the values of w.columnwise,
+and g itself. ``tensor_parallel/parallel_matmuls.py`` has the matmuls whose weight
 several ranks share.
 """
 
@@ -24,7 +26,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from ..ops.cast.ops import columnwise_from_rowwise, quantize_forms, quantize_grouped
+from ..ops.cast.ops import (
+    columnwise_from_rowwise,
+    dequantize,
+    quantize_forms,
+    quantize_grouped,
+)
 from ..ops.cast.producer import Forms
 from ..ops.formats import BlockFormat, Quantized
 from ..ops.gemm.ops import gemm
@@ -37,8 +44,10 @@ from .plan import Plan, derives_columnwise, may_record
 from .saved_weight import SavedWeight, WeightRead, read_weight
 
 Saved: TypeAlias = tuple[Tensor | None, Tensor | None]
-"""What is saved of x for wgrad: columnwise data and scale; or rowwise ones, if x is FP8 and the
-columnwise form is derived in backward; or x and None; or None and None."""
+"""What is saved of x for wgrad: data and scale of a form; or x and None; or None and None.
+
+The form is columnwise; or rowwise, if x is FP8 and the columnwise form is derived in backward, or if
+wgrad reads dequantized inputs."""
 
 
 class Dense:
@@ -55,7 +64,7 @@ class Dense:
             x_row, _ = self.forms(x, plan.format, None)
             return x_row, x.rowwise()[:2]
         x_row, x_col = self.forms(x, plan.format, plan.x_columnwise)
-        return x_row, saved_of(x, x_col, plan)
+        return x_row, saved_of(x, x_row, x_col, plan)
 
     def derived(self, x: Quantized, columnwise: BlockFormat) -> Quantized:
         """Return the columnwise form of tokens in FP8, derived from their rowwise form."""
@@ -89,6 +98,8 @@ class Dense:
         assert data is not None
         if scale is None:
             return data
+        if plan.saves_rows:
+            return dequantize(Quantized(data, scale, plan.format), plan.out_dtype)
         assert plan.x_columnwise is not None
         return Quantized(data, scale, plan.x_columnwise)
 
@@ -98,7 +109,7 @@ class Dense:
         """Return what dgrad and wgrad read of the gradient of y."""
         row, col = plan.grad_formats
         g_row, g_col = self.forms(grad, row if needs_dx else None, col if needs_dw else None)
-        return g_row, grad if plan.saves_x else g_col
+        return grad if plan.plain_dgrad else g_row, grad if plan.plain_wgrad else g_col
 
     def forms(
         self, x: Tensor, rowwise: BlockFormat | None, columnwise: BlockFormat | None
@@ -155,8 +166,10 @@ class Dense:
             plan.w_is_transposed,
         )
 
-    def dgrad(self, g: Any, w: Quantized, plan: Plan) -> Any:
-        """Return ``dx[M, K] = g w``, of rowwise g and columnwise w."""
+    def dgrad(self, g: Any, w: Quantized | Tensor, plan: Plan) -> Any:
+        """Return ``dx[M, K] = g w``, of rowwise g and columnwise w, or in high precision."""
+        if isinstance(w, Tensor):
+            return dgrad_in_high_precision(g, w, plan.x_dtype)
         return gemm(g, w, None, plan.x_dtype)
 
     def wgrad(self, g: Any, x: Any, plan: Plan) -> Tensor:
@@ -170,8 +183,11 @@ class Dense:
         return dx, dbias
 
 
-def saved_of(x: Tensor, x_col: Quantized | None, plan: Plan) -> Saved:
-    """Return what to save of x, whose columnwise form is ``x_col``."""
+def saved_of(x: Tensor, x_row: Quantized | None, x_col: Quantized | None, plan: Plan) -> Saved:
+    """Return what to save of x, whose forms are ``x_row`` and ``x_col``."""
+    if plan.saves_rows:
+        assert x_row is not None
+        return x_row[:2]
     if plan.saves_x:
         return x.unchanged_source() if isinstance(x, BlockwiseFP8Tensor) else x, None
     return (None, None) if x_col is None else x_col[:2]
@@ -219,8 +235,15 @@ class Grouped(Dense):
             return linear_fprop(x, w, bias, self.offs, *how)
         return grouped_gemm(x, w, self.offs, bias, plan.out_dtype, self.tokens)
 
-    def dgrad(self, g: Any, w: Quantized, plan: Plan) -> Any:
+    def wgrad_input(self, saved: Saved, plan: Plan) -> Any:
+        """Return what :meth:`wgrad` reads of x; casts in groups have more rows."""
+        x = super().wgrad_input(saved, plan)
+        return x[: self.tokens] if plan.saves_rows else x
+
+    def dgrad(self, g: Any, w: Quantized | Tensor, plan: Plan) -> Any:
         """Return ``dx[T, K]``."""
+        if isinstance(w, Tensor):
+            return grouped_dgrad_in_high_precision(g, w, self.offs, plan.x_dtype)
         return grouped_gemm(g, w, self.offs, None, plan.x_dtype, self.tokens)
 
     def wgrad(self, g: Any, x: Any, plan: Plan) -> Tensor:
@@ -305,6 +328,34 @@ def sum_groups(x: Tensor, offs: Tensor) -> Tensor:
 def ends_within(offs: Tensor, x: Tensor) -> Tensor:
     """Return ends of groups of the rows of ``x``: torch's ops would read memory beyond x."""
     return offs.clamp(0, x.shape[0]).cummax(0).values
+
+
+def dgrad_in_high_precision(grad: Tensor, w: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """Return ``dx[M, K] = grad w`` of ``grad[..., N]`` and ``w[N, K]``, in the dtype of grad."""
+    grad = _plain(grad)
+    with without_autocast(w):
+        return torch.mm(grad.reshape(-1, grad.shape[-1]), w.to(grad.dtype)).to(out_dtype)
+
+
+def grouped_dgrad_in_high_precision(
+    grad: Tensor, w: Tensor, offs: Tensor, out_dtype: torch.dtype
+) -> Tensor:
+    """Return ``dx[T, K]``, :func:`dgrad_in_high_precision` of the rows of each group.
+
+    Rows of no group are zeros. bf16 does not synchronise with the host.
+    """
+    grad, k = _plain(grad), w.shape[2]
+    ends = ends_within(offs, grad)
+    g = in_vectors(grad)
+    # whole vectors along both dimensions, whichever is contiguous
+    missing = g.shape[1] - w.shape[1], -k % (VECTOR_BYTES // g.itemsize)
+    w = w.to(g.dtype)
+    if any(missing):
+        w = F.pad(w, (0, missing[1], 0, missing[0]))
+    with without_autocast(w):
+        dx = F.grouped_mm(g, w, offs=ends)[:, :k]
+    beyond = torch.arange(len(dx), device=dx.device) >= ends[-1]
+    return dx.masked_fill(beyond[:, None], 0).to(out_dtype)
 
 
 def wgrad_in_high_precision(grad: Tensor, x: Tensor, out_dtype: torch.dtype) -> Tensor:

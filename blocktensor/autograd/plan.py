@@ -22,7 +22,7 @@ from ..ops.runtime.specialize import PLAIN, Decisions, must_dispatch
 from ..patches import COMPILE_CACHE_KEY
 from ..recipe import DEFAULT_RECIPE, Recipe
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
-from ..tensor.refusals import check_scaling
+from ..tensor.refusals import check_grid, check_scaling
 from ..tensor.weight import BlockwiseFP8Weight
 from ..tensor.weight_cache import ONE_READ_BYTES, FP8Cache
 from .pipelining import LOSES_GRAPHS, watch_halves
@@ -45,12 +45,14 @@ class Plan:
         grad_format: of the output's gradient, rowwise and columnwise.
         x_columnwise: format of x columnwise, which wgrad reads; None if no gradient of w is wanted,
             or if wgrad runs in high precision.
-        saves_x: save x itself, for a wgrad in high precision.
+        saves_x, saves_rows: save x itself, or its rowwise form, for a wgrad in high precision.
+        plain_wgrad, plain_dgrad: True if wgrad or dgrad runs in high precision.
+        reads_master: True if dgrad reads the weight itself, not the values of its FP8 form.
         wgrad_input: format of x columnwise if a gradient of w were wanted; None in high precision.
         batch_invariant: of the recipe.
         grad_formats: rowwise and columnwise formats of the output's gradient; None where no matmul
             reads that form.
-        weight_format: of a plain weight.
+        weight_format: of casts of the weight as ``[..., N, K]``.
         out_dtype: of the output, and of the input where ``casts_x``.
         derives_x: True if x is FP8 and the columnwise form that wgrad reads is derived.
         records_rows: True if x is FP8 already, and matmuls of its bytes may be recorded.
@@ -86,7 +88,7 @@ class Plan:
         self.is_cached = is_cached
         self.out_dtype = out_dtype = _checked_output_dtype(x, w, bias, recipe, offs)
         is_cast = isinstance(x, BlockwiseFP8Tensor)
-        self.format, self.weight_format = recipe.activation_format, recipe.weight_format
+        self.format, self.weight_format = recipe.activation_format, recipe.weight_format_nk
         self.grad_format = recipe.gradient_format
         # as autocast does for every linear layer; 16-bit casts are also faster
         self.casts_x = x.dtype != out_dtype and not is_cast
@@ -102,10 +104,14 @@ class Plan:
         )
         self.x_columnwise = self.wgrad_input if needs_dw else None
         self.derives_x = self.x_columnwise is not None and derives_columnwise(x, offs)
-        self.saves_x = needs_dw and self.x_columnwise is None
+        self.plain_wgrad = needs_dw and self.x_columnwise is None
+        self.plain_dgrad = needs_dx and recipe.backward != "fp8"
+        self.reads_master = recipe.backward == "high_precision"
+        self.saves_rows = self.plain_wgrad and recipe.wgrad_input == "dequantized"
+        self.saves_x = self.plain_wgrad and not self.saves_rows
         self.grad_formats = (
-            self.grad_format if needs_dx else None,
-            self.grad_format if needs_dw and not self.saves_x else None,
+            self.grad_format if needs_dx and not self.plain_dgrad else None,
+            self.grad_format if needs_dw and not self.plain_wgrad else None,
         )
         self.tracing = (
             is_compiling()  # functorch was refused earlier
@@ -118,7 +124,11 @@ class Plan:
         self.are_tensors = True, True, bias is not None, offs is not None
         records = is_cached and may_record(x)
         self.records_rows = records and is_cast
-        self.records_forward = records and not is_cast and 0 not in (x.numel(), w.numel())
+        self.records_forward = (
+            records
+            and not (is_cast or self.saves_rows or self.plain_dgrad)
+            and 0 not in (x.numel(), w.numel())
+        )
         self.casts_weight = (
             self.records_forward
             and needs_dx
@@ -129,7 +139,8 @@ class Plan:
             and not w.transposed
             and w.numel() <= ONE_READ_BYTES
         )
-        self.records_backward = records and not self.saves_x and _is_small(x, w, offs)
+        in_fp8 = not (self.plain_wgrad or self.plain_dgrad)
+        self.records_backward = records and in_fp8 and _is_small(x, w, offs)
 
 
 def may_record(x: Tensor) -> bool:
@@ -192,14 +203,12 @@ def _key(
             type(cache),
             cache.format,
             w.transposed,
-            how.scale,
-            how.wgrad_input,
+            *_choices(how),
             how.cache_weight,
-            how.batch_invariant,
         )
     else:
         how = w.recipe
-        weight_key = w.format, how.scale, how.wgrad_input, how.batch_invariant
+        weight_key = w.format, *_choices(how)
     return (  # every eager call builds it
         (rows, x.shape[-1:], x.ndim),
         (x.dtype, x.device, x.requires_grad),
@@ -209,11 +218,16 @@ def _key(
         (w.shape, w.dtype, w.device, w.requires_grad),
         weight_key,
         None if bias is None else (bias.shape, bias.dtype, bias.device, bias.requires_grad),
-        None if recipe is None else (recipe.scale, recipe.wgrad_input, recipe.batch_invariant),
+        None if recipe is None else _choices(recipe),
         torch.is_grad_enabled(),
         autocast_dtype(x) if torch._C._is_any_autocast_enabled() else None,
         None if offs is None else (w.stride(), offs.shape, offs.dtype, offs.device),
     )
+
+
+def _choices(of: Recipe) -> tuple[Hashable, ...]:
+    """Return the choices of a recipe on which a plan depends."""
+    return of.scale, of.wgrad_input, of.batch_invariant, of.backward, of.weight_grid
 
 
 def _name_our_code() -> None:
@@ -253,7 +267,7 @@ def recipe_of(x: Tensor, w: Tensor, recipe: Recipe | None) -> Recipe:
 
 def difference_of(recipes: Sequence[Recipe]) -> str:
     """Return the first setting of casts that differs between recipes, with its values."""
-    for setting in ("scale", "wgrad_input"):
+    for setting in ("scale", "wgrad_input", "backward", "weight_grid"):
         values = dict.fromkeys([getattr(recipe, setting) for recipe in recipes])
         if len(values) > 1:
             return f"{setting}={' and '.join(map(repr, values))}"
@@ -344,6 +358,10 @@ def _check_blocks(x: Tensor, w: Tensor, recipe: Recipe) -> None:
     formats = [t.format for t in (x, w) if isinstance(t, FP8_TYPES)]
     for format in formats:
         check_scaling(recipe, format)
+    if isinstance(w, BlockwiseFP8Weight):
+        check_grid(w, recipe, w.transposed)
+    elif getattr(w, "generation", None) is not None:  # FSDP2 has gathered it
+        check_grid(w, recipe, w.stride(-1) != 1)
     if w.ndim == 3 and isinstance(w, BlockwiseFP8Tensor) and not w.format.transposes:
         raise ValueError(
             f"the weight of a grouped FP8 linear layer has blocks of {w.block_shape}: expected "
@@ -368,6 +386,8 @@ def derives_columnwise(x: Tensor, offs: Tensor | None = None) -> bool:
 def _check_wgrad_input(x: BlockwiseFP8Tensor, recipe: Recipe, offs: Tensor | None) -> None:
     """Check that ``x`` holds what wgrad reads, or what it can be derived from."""
     wanted = recipe.wgrad_input_format
+    if recipe.wgrad_input == "dequantized":  # it reads what fprop reads
+        return
     if wanted is not None and x.prepared is None and x.source is None:
         if derives_columnwise(x, offs):
             return

@@ -46,7 +46,7 @@ def quantize(x: Tensor, recipe: Recipe | None = None) -> BlockwiseFP8Tensor:
 def cast_activation(x: Tensor, recipe: Recipe) -> BlockwiseFP8Tensor:
     """Cast the input ``x[..., K]`` of linear layers by ``recipe``, without a gradient."""
     format, other = recipe.activation_format, recipe.wgrad_input_format
-    source = x.detach() if other is None else None
+    source = x.detach() if recipe.wgrad_input == "high_precision" else None
     cast = BlockwiseFP8Tensor(
         *quantize_forms(x, format, other),
         shape=x.shape,

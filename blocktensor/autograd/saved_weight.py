@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeAlias
 
 from torch import Tensor
 
-from ..ops.cast.ops import quantize_rowwise, quantize_transpose
+from ..ops.cast.ops import dequantize, quantize_rowwise, quantize_transpose
 from ..ops.formats import BlockFormat, Quantized
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor, Generation
 from ..tensor.operand import Operand, operand_of
@@ -74,6 +74,26 @@ class SavedWeight:
             self.cast.waiting = None
         return form
 
+    def values(self, saved: Sequence[Tensor], needed: bool) -> Tensor | None:
+        """Return the plain weight ``[..., N, K]`` for a dgrad in high precision, if it is needed.
+
+        It is the weight itself if the plan says so, or else the values of its columnwise form. A
+        frozen FP8 weight has these values alone. Arguments and errors: see :meth:`columnwise`.
+        """
+        if needed and self.plan.reads_master and not self.names:
+            (w,) = saved
+            if not isinstance(w, BlockwiseFP8Weight):
+                return None if isinstance(w, BlockwiseFP8Tensor) else w
+            return self._master(w)
+        form = self.columnwise(saved, needed)
+        return None if form is None else dequantize(form, self.plan.out_dtype).mT
+
+    def _master(self, w: BlockwiseFP8Weight) -> Tensor:
+        if self.plan.tracing or not isinstance(self.cast, ForwardCast):
+            return w._cast_from
+        master = w.cache.master_in_backward(self.cast)
+        return master.mT if w.transposed else master
+
     def traced_master(self, saved: Sequence[Tensor]) -> Tensor | None:
         """Return the weight in high precision, if a compiler traces a backward that casts it."""
         if not self.plan.tracing or not isinstance(saved[0], BlockwiseFP8Weight):
@@ -87,10 +107,10 @@ class SavedWeight:
             cast = None
         if self.names:
             named = dict(zip(self.names, saved, strict=True))
-            return operand_of(named, format, format).need_columnwise()
+            return operand_of(named, format.stored, format.stored).need_columnwise()
         if isinstance(w, BlockwiseFP8Weight):
             if self.plan.tracing:
-                return quantize_transpose(w._cast_from, w.format)
+                return quantize_transpose(w._cast_from, format)
             row, col = w.cache.get_in_backward(w, cast)
             if w.transposed:
                 row, col = col, row
@@ -113,7 +133,10 @@ def read_weight(w: Tensor, plan: Plan) -> WeightRead:
     w_row: Quantized | Tensor
     if isinstance(w, BlockwiseFP8Weight):
         read = SavedWeight(plan, cache=w.cache)
-        if needs_dx and not plan.tracing:
+        if needs_dx and plan.reads_master and not plan.tracing:
+            w_row = w.rowwise()
+            read.cast = ForwardCast(w.cache, w.cache.version(), None)
+        elif needs_dx and not plan.tracing:
             (row, col), read.cast = w.cache.get_for_backward(w)
             w_row = (col if w.transposed else row) or Operand(col, row).need_rowwise()
         elif plan.tracing and not w.transposed:
@@ -135,6 +158,8 @@ def read_weight(w: Tensor, plan: Plan) -> WeightRead:
         read.names = tuple(w.__tensor_flatten__()[0])
         return w_row, [getattr(w, name) for name in read.names], read
     w_row = quantize_rowwise(w, plan.weight_format)
+    if plan.reads_master:
+        return w_row, (w,) if needs_dx else (), read
     read.names = ROWWISE
     return w_row, w_row[:2] if needs_dx else (), read
 

@@ -1,4 +1,4 @@
-"""Read weights in MXFP4 as FP8 weights: 4-bit numbers with a power of two for each 32 of a row.
+"""MXFP4: 4-bit numbers with a power of two for each 32 of a row; read as FP8 weights, and encoded.
 
 Two layouts are known. DeepSeek-V4 stores a matrix ``weight`` as int8 ``[N, K/2]``, two numbers a
 byte, the first in the low half, and ``scale`` as e8m0 ``[N, K/32]``. gpt-oss stores a stack
@@ -19,17 +19,18 @@ import torch
 from torch import Tensor
 
 from ..ops.cast.ops import dequantize, quantize_rowwise, shard_amax, transpose
-from ..ops.formats import BLOCKS_128X128_POW2, Quantized
+from ..ops.formats import BLOCKS_128X128_POW2, MXFP4_GROUP, Quantized
+from ..ops.reference import mxfp4_scale
 from .contents import Entry, names_of_scales
 from .on_disk import SCALE_SUFFIX
-
-GROUP = 32
-"""Numbers of a row that share a scale."""
 
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """The numbers of e2m1, by their four bits (OCP Microscaling Formats 1.0, section 5.3.3)."""
 
 _BLOCKS, _SCALES = "_blocks", "_scales"
+
+_BIAS, _NAN = 127, 255
+"""Of e8m0: the code of 1, and the code of NaN."""
 
 ReadWhole = Callable[[Entry], Tensor]
 
@@ -50,7 +51,7 @@ class Packed(NamedTuple):
     def shape(self) -> tuple[int, ...]:
         """The shape of the model's weight."""
         *lead, rows, groups = self.scales.shape
-        cols = groups * GROUP
+        cols = groups * MXFP4_GROUP
         return (*lead, cols, rows) if self.transposed else (*lead, rows, cols)
 
     def read(self, read: ReadWhole) -> tuple[Quantized, int]:
@@ -58,7 +59,7 @@ class Packed(NamedTuple):
         codes, scales = read(self.codes), read(self.scales)
         forms, rounded = [], 0
         *_, rows, groups = scales.shape
-        matrices = codes.view(torch.uint8).reshape(-1, rows, groups * GROUP // 2)
+        matrices = codes.view(torch.uint8).reshape(-1, rows, groups * MXFP4_GROUP // 2)
         for code, scale in zip(matrices, scales.reshape(-1, rows, groups), strict=True):
             values = _values(code, scale)
             form = quantize_rowwise(values, BLOCKS_128X128_POW2)
@@ -78,7 +79,40 @@ def _values(codes: Tensor, scales: Tensor) -> Tensor:
     halves = torch.stack([codes & 0xF, codes >> 4], -1).flatten(-2)
     numbers = torch.tensor(VALUES, device=codes.device)[halves.int()]
     factors = scales.view(torch.float8_e8m0fnu).float()
-    return numbers * factors.repeat_interleave(GROUP, -1)
+    return numbers * factors.repeat_interleave(MXFP4_GROUP, -1)
+
+
+def encoded(values: Tensor, known: Tensor | None = None) -> tuple[Tensor, Tensor] | None:
+    """Return codes ``[N, K/2]`` and e8m0 scales ``[N, K/32]``, uint8, of fp32 ``values[N, K]``.
+
+    They decode to these values, and zeros keep their signs. A group has the smallest scale that
+    holds it, or its scale in ``known``, uint8 of as many scales, if that holds it.
+
+    Returns:
+        None if values are not on the grid.
+    """
+    groups = values.unflatten(-1, (-1, MXFP4_GROUP))
+    smallest = mxfp4_scale(groups.abs().amax(-1)).view(torch.int32) >> 23
+    scales = smallest
+    if known is not None:
+        given = known.to(values.device).view(smallest.shape).int()
+        holds = _codes(groups, given)[1] & (given < _NAN)
+        scales = torch.where(holds, given, smallest)
+    codes, are_held = _codes(groups, scales)
+    if not (are_held & (scales < _NAN)).all():
+        return None
+    codes = codes.flatten(-2)
+    return codes[..., 0::2] | codes[..., 1::2] << 4, scales.to(torch.uint8)
+
+
+def _codes(groups: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the 4-bit codes of groups ``[..., 32]``, and whether scales hold all of a group."""
+    factors = torch.exp2((scales - _BIAS).double())[..., None]
+    numbers = groups.double().abs() / factors
+    table = torch.tensor(VALUES[: len(VALUES) // 2], dtype=torch.float64, device=groups.device)
+    codes = torch.searchsorted(table, numbers).clamp_(max=len(table) - 1)
+    are_held = (table[codes] == numbers).all(-1)
+    return (codes | groups.signbit() << 3).to(torch.uint8), are_held
 
 
 class Unpacked:
@@ -122,6 +156,11 @@ class Unpacked:
         return self._latest(packed, read).scale if known is None else known
 
 
+def packed_weights(entries: Mapping[str, Entry]) -> dict[str, Packed]:
+    """Return the MXFP4 weights of a checkpoint by their names as FP8 weights."""
+    return {name: packed for name, (_, packed) in _found(entries).items()}
+
+
 def _found(entries: Mapping[str, Entry]) -> dict[str, tuple[str, Packed]]:
     """Return the MXFP4 weights by their names as FP8 weights, each with the name of its scales."""
     found = {}
@@ -141,7 +180,7 @@ def _found(entries: Mapping[str, Entry]) -> dict[str, tuple[str, Packed]]:
 
 def _fit(codes: Entry, scales: Entry) -> bool:
     """Return True if a tensor has two numbers a byte, and a scale for each 32 of a row."""
-    width = GROUP // 2
+    width = MXFP4_GROUP // 2
     *lead, groups = scales.shape or (0,)
     shapes = (*lead, groups, width), (*lead, groups * width)
     return scales.dtype in ("F8_E8M0", "U8") and len(lead) in (1, 2) and codes.shape in shapes

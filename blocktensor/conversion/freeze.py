@@ -59,7 +59,8 @@ def freeze(
             weight is on the meta device.
         NotImplementedError: FSDP2 has sharded a weight; freeze the model before ``fully_shard``.
         RuntimeError: an autograd graph or a wrapper such as DDP uses a weight.
-        ValueError, TypeError: another ``rounding``, or a seed that is no integer.
+        ValueError, TypeError: another ``rounding``, or a seed that is no integer; stochastic
+            rounding of a weight with a ``weight_grid``.
 
     Warns:
         UserWarning: the model has no FP8 weight, or FP8 loses most of a change.
@@ -78,6 +79,8 @@ def freeze(
         raise ValueError(f"rounding={rounding!r}: expected one of {', '.join(get_args(Rounding))}")
     if type(seed) is not int:
         raise TypeError(f"seed={seed!r} is a {type(seed).__name__}: expected an int")
+    if rounding == "stochastic":
+        _refuse_grids(model)
     kept, numbers = Kept(), itertools.count()
 
     def frozen(weight: Matrix) -> Tensor | None:
@@ -95,6 +98,17 @@ def freeze(
     names = _swap_all(model, "freeze", frozen, progress)
     kept.warn("freeze", stacklevel=3)
     return names
+
+
+def _refuse_grids(model: nn.Module) -> None:
+    for weight in all_fp8_weights(model):
+        grid = weight.fp8.recipe.weight_grid
+        if grid is not None:
+            raise ValueError(
+                f"freeze(rounding='stochastic') of {weight.label!r}, which is cast with "
+                f"weight_grid={grid!r}: values that are rounded at random leave the grid; freeze "
+                f"with rounding='nearest'"
+            )
 
 
 def _generator(device: torch.device, seed: int, number: int) -> torch.Generator:

@@ -130,8 +130,11 @@ class Gated(Pattern):
         weights = {name: fp8_part(cls._weight(module, name)) for name in linears}
         if reason := cls._why_no_recipe(weights):
             return reason
-        if weights[linears[0]].recipe.wgrad_input_format is None:
-            return "weight gradients read high precision (wgrad_input='high_precision')"
+        recipe = weights[linears[0]].recipe
+        if recipe.backward != "fp8":
+            return f"gradients are computed in high precision (backward={recipe.backward!r})"
+        if recipe.wgrad_input_format is None:
+            return f"weight gradients read high precision (wgrad_input={recipe.wgrad_input!r})"
         others = held_by(module, {*linears, act})
         activation: Any = module._modules.get(act or "")
         if activation is not None and any(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -198,7 +198,7 @@ class Matrix:
 
     def fp8_form(self, recipe: Recipe) -> Tensor:
         """Return the FP8 weight that will replace the parameter."""
-        weight, share = self.parameter, self.share
+        weight, share, recipe = self.parameter, self.share, self._oriented(recipe)
         if share is None:
             return self._form_of(weight, recipe)
         local = share.local.detach()
@@ -207,6 +207,12 @@ class Matrix:
         else:
             form = FP8Shard(local, recipe)
         return with_local(weight, form)
+
+    def _oriented(self, recipe: Recipe) -> Recipe:
+        """Return a recipe whose grid has its groups along the inputs of this weight."""
+        if recipe.weight_grid is None or not self.is_transposed:
+            return recipe
+        return replace(recipe, weight_grid="mxfp4_kn")
 
     def _form_of(self, weight: Tensor, recipe: Recipe) -> Tensor:
         if isinstance(weight, BlockwiseFP8Weight):
@@ -221,10 +227,12 @@ class Matrix:
         It holds the bytes that the forward reads: for a weight ``[K, N]``, as in Conv1D, the
         columnwise form.
         """
+        recipe = self._oriented(recipe)
         weight, format = master.detach(), recipe.weight_format
         if not self.is_transposed:
             return BlockwiseFP8Tensor.from_values(weight, format, recipe)
-        fp8 = BlockwiseFP8Tensor.from_values(weight.transpose(-1, -2).contiguous(), format, recipe)
+        turned = weight.transpose(-1, -2).contiguous()
+        fp8 = BlockwiseFP8Tensor.from_values(turned, format.of_transpose, recipe)
         return fp8.relabel(shape=weight.shape, strides=weight.stride(), transpose=True)
 
 

@@ -21,6 +21,12 @@ BLOCK = 128
 ScaleRounding = Literal["fp32", "power_of_two"]
 """The names in ``ROUNDINGS``, which ``Recipe(scale=...)`` takes."""
 
+WeightGrid = Literal["mxfp4", "mxfp4_kn"]
+"""The names in ``GRID_FORMATS``, which ``Recipe(weight_grid=...)`` takes."""
+
+MXFP4_GROUP = 32
+"""Numbers along the contraction that share a scale in MXFP4 (OCP Microscaling Formats 1.0)."""
+
 
 class Rounding(NamedTuple):
     """A rounding of scales.
@@ -110,12 +116,16 @@ class BlockFormat:
         block_shape: rows and columns of a block; columns lie along the contraction.
         scale_rounding: a name in ``ROUNDINGS``: how the scale amax / max is rounded.
         dtype: the dtype of the data.
+        mxfp4_group: if not None, casts first round values to the grid of MXFP4: to numbers of e2m1
+            times a power of two for each group of this many rows and columns. The result of such a
+            cast is in the format :attr:`stored`.
     """
 
     name: str
     block_shape: tuple[int, int]
     scale_rounding: ScaleRounding = "fp32"
     dtype: torch.dtype = torch.float8_e4m3fn
+    mxfp4_group: tuple[int, int] | None = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> BlockFormat:
         """Return the registered format with these values: Dynamo creates constants this way."""
@@ -141,8 +151,26 @@ class BlockFormat:
 
     @property
     def transposes(self) -> bool:
-        """Return True if transposing a cast gives the bytes of the cast of the transpose."""
+        """Return True if a cast can be transposed exactly: its blocks are squares."""
         return self.rows == self.cols
+
+    @property
+    def stored(self) -> BlockFormat:
+        """The format of a cast's result: this one, unless casts round to a grid first."""
+        if self.mxfp4_group is None:
+            return self
+        return with_block_shape(self.block_shape, self.scale_rounding)
+
+    @property
+    def of_transpose(self) -> BlockFormat:
+        """The format of which a cast of the transpose is this format's cast, transposed.
+
+        Blocks are squares.
+        """
+        if self.mxfp4_group is None:
+            return self
+        turned = self.mxfp4_group[::-1]
+        return next(x for x in GRID_FORMATS.values() if x.mxfp4_group == turned)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -220,10 +248,33 @@ WEIGHT_FORMATS = _of_each_rounding(BLOCK)
 BLOCKS_1X128, BLOCKS_1X128_POW2 = (ACTIVATION_FORMATS[x] for x in ("fp32", "power_of_two"))
 BLOCKS_128X128, BLOCKS_128X128_POW2 = (WEIGHT_FORMATS[x] for x in ("fp32", "power_of_two"))
 
+GRID_FORMATS: dict[WeightGrid, BlockFormat] = {
+    "mxfp4": register(
+        BlockFormat(
+            f"{BLOCK}x{BLOCK}_mxfp4",
+            (BLOCK, BLOCK),
+            "power_of_two",
+            mxfp4_group=(1, MXFP4_GROUP),
+        )
+    ),
+    "mxfp4_kn": register(
+        BlockFormat(
+            f"{BLOCK}x{BLOCK}_mxfp4_kn",
+            (BLOCK, BLOCK),
+            "power_of_two",
+            mxfp4_group=(MXFP4_GROUP, 1),
+        )
+    ),
+}
+"""The formats of casts of weights to a grid: of weights ``[..., N, K]`` and ``[..., K, N]``."""
+
 KERNEL_FORMATS = (*ACTIVATION_FORMATS.values(), *WEIGHT_FORMATS.values())
 """The formats that matmuls in kernels read; others run in the reference."""
 
-CAST_FORMATS = tuple(x for x in KERNEL_FORMATS if ROUNDINGS[x.scale_rounding].in_kernels)
+CAST_FORMATS = (
+    *(x for x in KERNEL_FORMATS if ROUNDINGS[x.scale_rounding].in_kernels),
+    *GRID_FORMATS.values(),
+)
 """The formats that casts in kernels write; others are cast by the reference."""
 
 
@@ -235,7 +286,8 @@ def with_block_shape(block_shape: Sequence[int], scale_rounding: ScaleRounding) 
     """
     wanted = tuple(block_shape), scale_rounding, torch.float8_e4m3fn
     for format in _FORMATS.values():
-        if (format.block_shape, format.scale_rounding, format.dtype) == wanted:
+        is_wanted = (format.block_shape, format.scale_rounding, format.dtype) == wanted
+        if is_wanted and format.mxfp4_group is None:
             return format
     raise ValueError(
         f"block_shape {tuple(block_shape)}: expected {BLOCKS_1X128.block_shape} (activations, "

@@ -274,7 +274,7 @@ class _Schema:
     def formats_of_arguments(self, *args: Any) -> Any:
         """Return the format of the i-th result: the i-th one among the arguments, or the last."""
         formats = [x.format if isinstance(x, Quantized) else x for x in args]
-        formats = [x for x in formats if isinstance(x, BlockFormat)]
+        formats = [x.stored for x in formats if isinstance(x, BlockFormat)]
         if self._returned is Quantized:
             return formats[0]
         return tuple(formats[min(i, len(formats) - 1)] for i in range(len(self._parts)))

@@ -49,8 +49,11 @@ def to_data(x: Tensor, format: BlockFormat) -> Tensor:
 def _in_blocks(x: Tensor, format: BlockFormat, row: int = 0, col: int = 0) -> Tensor:
     """Return ``x[..., R, C]`` in fp32 as ``[..., blocks, rows, blocks, cols]``, padded with zeros.
 
-    Its first element is ``row`` rows and ``col`` columns into its first block.
+    Its first element is ``row`` rows and ``col`` columns into its first block. Its values are on
+    the grid of the format, if there is one.
     """
+    if format.mxfp4_group is not None:
+        x = on_mxfp4_grid(x, format.mxfp4_group)
     rows, cols = row + x.shape[-2], col + x.shape[-1]
     more_rows, more_cols = -rows % format.rows, -cols % format.cols
     if row or col or more_rows or more_cols:
@@ -72,6 +75,42 @@ def _cast(
     data = to_data(blocks / scale[..., :, None, :, None], format)
     data = data.flatten(-2).flatten(-3, -2)
     return data[..., row : row + x.shape[-2], col : col + x.shape[-1]]
+
+
+def mxfp4_scale(amax: Tensor) -> Tensor:
+    """Return the scale of a group of MXFP4 from its fp32 ``amax`` (any shape).
+
+    It is the smallest power of two, from 2^-127 to 2^125, of which ``amax`` is at most 6 times as
+    much; with larger scales the number 6 would not be finite. gpt-oss's and DeepSeek-V4's
+    quantizers round ``amax / 6`` up in the same way. The example of the OCP specification,
+    ``2^(floor(log2(amax)) - 2)``, saturates numbers between 6 and 8 scales. A group with NaN or Inf
+    gets NaN.
+    """
+    bits = amax.view(torch.int32)
+    is_above = (bits & 0x7FFFFF) > 0x400000  # of 6 times a power of two
+    exponent = ((bits >> 23) - 2 + is_above.int()).clamp(max=252)  # biased; subnormal below 1
+    power = torch.where(exponent > 0, exponent << 23, torch.full_like(exponent, 1 << 22))
+    nan = torch.full_like(amax, float("nan"))
+    return torch.where(amax.isfinite(), power.view(torch.float32), nan)
+
+
+def on_mxfp4_grid(x: Tensor, group: tuple[int, int]) -> Tensor:
+    """Return ``x[..., R, C]`` in fp32, rounded to the grid of MXFP4.
+
+    Groups of ``group`` rows and columns share a scale, :func:`mxfp4_scale`. Numbers are rounded to
+    the nearest e2m1 number times it, to even at ties; zeros keep their sign. Groups at the edges
+    may be smaller. A group with NaN or Inf is NaN throughout. Values on the grid of any scales do
+    not change.
+    """
+    rows, cols = x.shape[-2:]
+    wide = F.pad(x.float(), (0, -cols % group[1], 0, -rows % group[0]))
+    shape = ceil_div(rows, group[0]), group[0], ceil_div(cols, group[1]), group[1]
+    groups = wide.view(*x.shape[:-2], *shape)
+    scale = mxfp4_scale(_amax(groups))[..., :, None, :, None]
+    numbers = (groups / scale).abs().clamp(max=6)
+    step = torch.where(numbers < 2, 0.5, torch.where(numbers < 4, 1.0, 2.0))
+    made = ((numbers / step).round() * step * scale).copysign(groups)
+    return made.flatten(-2).flatten(-3, -2)[..., :rows, :cols]
 
 
 def quantize_rowwise(x: Tensor, format: BlockFormat) -> Quantized:

@@ -97,7 +97,7 @@ def scale_in_lines(lines: Tensor, rows: int) -> Tensor:
 def empty_quantized(shape: Sequence[int], format: BlockFormat, device: torch.device) -> Quantized:
     """Return uninitialised data of ``shape`` ``[..., R, C]`` and its scales."""
     data = torch.empty(tuple(shape), dtype=format.dtype, device=device)
-    return Quantized(data, empty_scale(shape, format, device), format)
+    return Quantized(data, empty_scale(shape, format, device), format.stored)
 
 
 def empty_columnwise(x: Tensor, format: BlockFormat, offs: Tensor | None = None) -> Quantized:
@@ -115,7 +115,7 @@ def empty_columnwise(x: Tensor, format: BlockFormat, offs: Tensor | None = None)
     # contiguous, for which compilers create another graph
     stride = pad4(cols + 1), 1
     scale = torch.empty_strided((rows, cols), stride, dtype=torch.float32, device=x.device)
-    return Quantized(data, scale, format)
+    return Quantized(data, scale, format.stored)
 
 
 def copy_data_(target: Tensor, source: Tensor, non_blocking: bool = False) -> None:

@@ -55,8 +55,8 @@ def audit(model: nn.Module, /, *args: Any, **kwargs: Any) -> AuditReport:
     as before: gradients, FP8 forms, buffers, training mode, torch's random numbers. Hooks on
     parameters do not run. Regions under ``torch.compile`` run in eager mode. In a process group,
     every rank must call it; each gets a report of its own matmuls. Under FSDP2, call it between
-    steps, not while gradients are accumulated without reduction. Weight gradients that
-    ``Recipe(wgrad_input="high_precision")`` asks for are labelled, not marked.
+    steps, not while gradients are accumulated without reduction. Gradients in high precision that
+    ``wgrad_input`` or ``backward`` of a Recipe asks for are labelled, not marked.
 
     Args:
         model: any module, converted or not.
@@ -175,6 +175,14 @@ class _Matmuls(TorchDispatchMode):
             self._weights.enter(module, "" if place.module == MODEL else place.module)
         return module
 
+    def _is_dgrad_by_recipe(self, matmul: Matmul, forward: AuditedMatmul) -> bool:
+        """Return True for a data gradient of a matmul in FP8 that a recipe wants in high precision.
+
+        If the weight has as many rows as there are tokens, the weight gradient counts as one too.
+        """
+        is_dgrad = (matmul.m, matmul.n, matmul.k) == (forward.m, forward.k, forward.n)
+        return is_dgrad and self._weights.dgrad_in_high_precision
+
     def _add(self, matmul: Matmul, place: Place, operands: Any) -> None:
         is_fp8, is_attention = matmul.precision == FP8, matmul.is_attention
         read, reason = None, ""
@@ -199,6 +207,9 @@ class _Matmuls(TorchDispatchMode):
                 # wgrad does not read the weight
                 reason, is_attention = reason or forward.reason, forward.attention
                 weight, note = weight or forward.weight, forward.note
+            elif forward is not None and self._is_dgrad_by_recipe(matmul, forward):
+                # dgrad may read the master, which is no fault then
+                kind, note, reason, weight = "dgrad", BY_RECIPE, "", ""
             elif forward is not None and not reason and self._weights.reads_high_precision:
                 kind, note = "wgrad", BY_RECIPE  # nothing else in an FP8 linear layer's backward is
             elif forward is not None and not reason:

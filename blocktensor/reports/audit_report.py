@@ -14,7 +14,8 @@ FP8 = "FP8"
 """The name of the precision of this library's matmuls."""
 
 BY_RECIPE = "in high precision by recipe"
-"""The note on weight gradients with ``Recipe(wgrad_input="high_precision")``."""
+"""The note on gradients in high precision that ``Recipe(wgrad_input=..., backward=...)`` asks for.
+"""
 
 OUTER_PRODUCT = "outer product"
 """The note on a matmul of K = 1 that reads no parameter, such as positions by frequencies."""
@@ -38,8 +39,8 @@ class AuditedMatmul:
         attention: True for attention, and for a batched matmul of two activations.
         recomputed: True if activation checkpointing ran it again in the backward.
         reason: why it should have been FP8; empty if it is, or if nothing says that it should.
-        note: why it is meant to be in high precision: ``Recipe(wgrad_input="high_precision")`` asks
-            for it, or it is an outer product (K = 1) that reads no parameter. Else empty.
+        note: why it is meant to be in high precision: ``wgrad_input`` or ``backward`` of a Recipe
+            asks for it, or it is an outer product (K = 1) that reads no parameter. Else empty.
         weight: in high precision, the name of the parameter or buffer that it or, in the backward,
             its forward reads; else empty.
         remedy: why that parameter is not in FP8, and how to convert it; or empty.

@@ -57,11 +57,12 @@ class WeightMemory:
 
     Attributes:
         reads_high_precision: True if the recipe of a weight asks for wgrad in high precision.
+        dgrad_in_high_precision: True if one asks for dgrad in high precision.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._parts: dict[int, list[Part]] = defaultdict(list)
-        self.reads_high_precision = False
+        self.reads_high_precision = self.dgrad_in_high_precision = False
         self._names = {id(x): without_wrappers(name) for name, x in model.named_parameters()}
         for name, held in model.named_parameters():
             self._hold(held, PARAMETER, without_wrappers(name))
@@ -125,6 +126,7 @@ class WeightMemory:
     def _meet(self, x: Any, name: str) -> None:
         recipe: Any = getattr(x, "recipe", None) if isinstance(x, FP8Base) else None
         self.reads_high_precision |= recipe is not None and recipe.wgrad_input_format is None
+        self.dgrad_in_high_precision |= recipe is not None and recipe.backward != "fp8"
         parts: tuple[Tensor | None, ...] = ()
         if isinstance(x, BlockwiseFP8Weight):
             parts = (x._cast_from,)

@@ -237,28 +237,35 @@ def _matmuls(
     ``dtypes``: the dtypes of activations and of the weight. ``is_kn``: experts are ``[E, K, N]``.
     """
     (m, n, k), (dtype, weight_dtype) = shape, dtypes
-    squares, of_grad = recipe.weight_format, recipe.gradient_format
+    squares, of_grad = recipe.weight_format.stored, recipe.gradient_format
     x_format = recipe.wgrad_input_format_kn if is_kn else recipe.wgrad_input_format
     of_x = "" if x_format is None or x_format.transposes else f"x in {x_format.name} blocks; "
     matmuls = []
     for kind in kinds:
         sizes = {"fprop": (m, n, k), "dgrad": (m, k, n), "wgrad": (n, k, m)}[kind]
-        if kind != "wgrad":
+        is_plain = x_format is None if kind == "wgrad" else recipe.backward != "fp8"
+        if kind != "fprop" and is_plain:
+            name = str(dtype).removeprefix("torch.")
+            choice = (
+                f"wgrad_input={recipe.wgrad_input!r}"
+                if recipe.backward == "fp8"
+                else f"backward={recipe.backward!r}"
+            )
+            backend, reason = "torch", f"{name}, by Recipe({choice})"
+            gpu = _predicted_for(where)
+            us = None if gpu is None or experts else bf16_matmul_us(*sizes, gpu)
+        elif kind != "wgrad":
             added = bias if kind == "fprop" else None
             invariant = kind == "fprop" and recipe.batch_invariant
             formats = recipe.activation_format if kind == "fprop" else of_grad, squares
             backend, reason, us = _chosen(
                 kind, sizes, formats, dtype, where, added, experts, invariant
             )
-        elif x_format is not None:
+        else:
+            assert x_format is not None
             formats = of_grad, x_format
             backend, reason, us = _chosen(kind, sizes, formats, weight_dtype, where, None, experts)
             reason = of_x + reason
-        else:
-            name = str(dtype).removeprefix("torch.")
-            backend, reason = "torch", f"{name}, by Recipe(wgrad_input='high_precision')"
-            gpu = _predicted_for(where)
-            us = None if gpu is None or experts else bf16_matmul_us(*sizes, gpu)
         groups = 1 if experts is None else experts
         matmuls.append(Matmul(layer, kind, *sizes, backend, reason, groups, us))
     return matmuls

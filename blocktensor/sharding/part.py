@@ -107,6 +107,25 @@ class Part:
         return quantize_shard(values, amax, self.format, *self.offsets, own)
 
 
+def check_groups(shape: Sequence[int], dim: int, each: int, format: BlockFormat) -> None:
+    """Check that parts of ``each`` indices along ``dim`` of a weight cut no groups of its grid.
+
+    All ranks decide alike, since they know the same sizes.
+
+    Raises:
+        NotImplementedError: they do.
+    """
+    if format.mxfp4_group is None or dim < len(shape) - 2 or each >= shape[dim]:
+        return
+    group = format.mxfp4_group[dim - len(shape)]
+    if each % group:
+        raise NotImplementedError(
+            f"parts of {each} of {shape[dim]} indices along dimension {dim} of an FP8 weight "
+            f"{list(shape)}: casts to the grid of MXFP4 need whole groups of {group} there; cut "
+            f"another dimension, use fewer ranks, or convert this weight without weight_grid"
+        )
+
+
 def max_over_ranks(amax: Tensor, group: dist.ProcessGroup, *, functional: bool = False) -> Tensor:
     """Return the maxima of fp32 magnitudes over the ranks of a group, by one all-reduce.
 

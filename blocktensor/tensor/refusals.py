@@ -81,6 +81,30 @@ def check_scaling(recipe: Recipe, format: BlockFormat) -> None:
         )
 
 
+def check_grid(w: Any, recipe: Recipe, is_transposed: bool) -> None:
+    """Check that the groups of the grid to which ``w`` is rounded lie along the contraction.
+
+    ``is_transposed``: True if ``w`` is a transposed view of the parameter.
+
+    Raises:
+        ValueError: they lie along the outputs, or the recipe has another grid than the weight's.
+    """
+    grid = w.recipe.weight_grid
+    if grid != recipe.weight_grid:
+        raise ValueError(
+            f"mixed recipes: a weight is cast with weight_grid={grid!r}, and the matmul has "
+            f"weight_grid={recipe.weight_grid!r}: leave the recipe of the matmul out"
+        )
+    wanted = None if grid is None else "mxfp4_kn" if is_transposed else "mxfp4"
+    if grid != wanted:
+        shape = list(w.transpose(-1, -2).shape if is_transposed else w.shape)
+        raise ValueError(
+            f"the FP8 weight {shape} of a matmul that contracts its "
+            f"{'second last' if is_transposed else 'last'} dimension has weight_grid={grid!r}, "
+            f"whose groups lie along the other one: convert it with weight_grid={wanted!r}"
+        )
+
+
 @_disable_dynamo  # it looks at the stack, which no compiler can trace
 def name_module(error: Exception, operands: Any) -> None:
     """Add the running module and the weights of a refused op to the message of ``error``.

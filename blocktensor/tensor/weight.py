@@ -265,8 +265,13 @@ class BlockwiseFP8Weight(MasterBase):
         grad = ", requires_grad=True" if self.requires_grad else ""
         return (
             f"BlockwiseFP8Weight(shape={list(self.shape)}, dtype={self.dtype}, "
-            f"scale={self.format.scale_rounding!r}, device={str(self.device)!r}{grad})"
+            f"scale={self.format.scale_rounding!r}, {self._grid}device={str(self.device)!r}{grad})"
         )
+
+    @property
+    def _grid(self) -> str:
+        grid = self.recipe.weight_grid
+        return "" if grid is None else f"weight_grid={grid!r}, "
 
     @classmethod
     def _other_op(cls, func: Any, args: Any, kwargs: Any) -> Any:

@@ -161,17 +161,29 @@ class FP8Cache:
             # after weight.data = … or .half(); plain F.linear would also have saved the old values
             return cast.cache.get_in_backward(user, cast)
         if cast is not None:
-            now = self.version()
-            if now != cast.version:
-                raise RuntimeError(
-                    f"the FP8 weight {list(self.master.shape)} was modified by an in-place "
-                    f"operation between a forward and its backward, whose data gradient needs it: "
-                    f"it is at version {now}; expected version {cast.version}. Run backward before "
-                    f"the weight changes, or forward again after"
-                )
+            self._check_version(cast)
             if cast.waiting and cast.waiting.operand:
                 return cast.waiting.operand
         return self.cast(rowwise=user.transposed, columnwise=not user.transposed)
+
+    def master_in_backward(self, cast: ForwardCast) -> Tensor:
+        """Return the master that a forward has cast, for a dgrad in high precision.
+
+        Raises:
+            RuntimeError: as :meth:`get_in_backward`.
+        """
+        cast.cache._check_version(cast)
+        return cast.cache.master
+
+    def _check_version(self, cast: ForwardCast) -> None:
+        now = self.version()
+        if now != cast.version:
+            raise RuntimeError(
+                f"the FP8 weight {list(self.master.shape)} was modified by an in-place operation "
+                f"between a forward and its backward, whose data gradient needs it: it is at "
+                f"version {now}; expected version {cast.version}. Run backward before the weight "
+                f"changes, or forward again after"
+            )
 
     def held(self) -> Operand:
         """Return the forms held right now, without the forms of its parts; cast nothing."""

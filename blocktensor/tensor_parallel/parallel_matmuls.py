@@ -54,6 +54,12 @@ def parallel_linear(x: Tensor, w: Tensor, bias: Tensor | None, matmul: Dense) ->
     """
     with torch._C.DisableTorchFunctionSubclass():
         plan = plan_matmul(x, w, bias, None)
+        if plan.plain_dgrad or plan.saves_rows:
+            raise NotImplementedError(
+                f"a tensor parallel FP8 linear layer {list(w.shape)} whose recipe computes "
+                f"gradients of dequantized operands, or data gradients in high precision: convert "
+                f"with backward='fp8'; wgrad_input='high_precision' works"
+            )
         if plan.casts_x:
             x = x.to(plan.out_dtype)
         y: Tensor = FP8Linear.apply(x, w, bias, None, plan, matmul)
@@ -122,7 +128,7 @@ class Colwise(_Parallel):
                 f"{plan.format.cols}"
             )
         row, col = self.forms(x, plan.format, plan.x_columnwise if in_fp8 else None)
-        return row, (x, None) if saves_tokens and not plan.saves_x else saved_of(x, col, plan)
+        return row, (x, None) if saves_tokens and not plan.saves_x else saved_of(x, row, col, plan)
 
     def fprop(self, x: Any, w: Quantized | Tensor, bias: Tensor | None, plan: Plan) -> Tensor:
         """Return this rank's columns of y for all tokens."""
@@ -181,7 +187,7 @@ class Rowwise(_Parallel):
             )
         behind = F.pad(x, (self.front, 0)) if self.front else x
         x_row, x_col = self.forms(behind, plan.format, plan.x_columnwise)
-        return x_row, saved_of(x, x_col, plan)
+        return x_row, saved_of(x, x_row, x_col, plan)
 
     def fprop(self, x: Any, w: Quantized | Tensor, bias: Tensor | None, plan: Plan) -> Tensor:
         """Return the sum over all ranks, for this rank's tokens or for all tokens."""

@@ -21,7 +21,7 @@ from ..ops.formats import BlockFormat, Quantized
 from ..ops.reference import scale_from_amax
 from ..ops.scale_layouts import empty_scale
 from ..recipe import Recipe
-from ..sharding.part import Part, Region, max_over_ranks
+from ..sharding.part import Part, Region, check_groups, max_over_ranks
 from ..tensor.operand import Operand
 from ..tensor.weight import BlockwiseFP8Weight
 from ..tensor.weight_cache import FP8Cache
@@ -54,7 +54,7 @@ class WeightPart:
         row, col = part.offsets
         data = F.pad(data.view(torch.uint8), (col, 0, row, 0)).view(format.dtype)
         scale = empty_scale(data.shape, format, data.device).copy_(scale_from_amax(amax, format))
-        return Quantized(data, scale, format)
+        return Quantized(data, scale, format.stored)
 
     def as_matmuls_read(self, w: BlockwiseFP8Weight) -> BlockwiseFP8Weight:
         """Return the part ``w`` as a weight whose FP8 forms come from :meth:`cast`.
@@ -86,6 +86,7 @@ def part_off_grid(
 ) -> WeightPart | None:
     """Return this rank's part of a weight; None if all parts consist of whole blocks."""
     each = shape[dim] // group.size()
+    check_groups(shape, dim, each, format)
     if each % format.block_shape[dim] == 0:
         return None
     region = Region.along(dim, dist.get_rank(group) * each, each, shape)

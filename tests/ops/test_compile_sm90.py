@@ -21,6 +21,7 @@ from blocktensor.ops.formats import (
     BLOCKS_1X128_POW2,
     BLOCKS_128X128,
     BLOCKS_128X128_POW2,
+    GRID_FORMATS,
     GROUP_STEP,
     WEIGHT_FORMATS,
     BlockFormat,
@@ -123,6 +124,14 @@ def casts_of_stacks() -> Iterator[Case]:
     for x in (like(3, 129, 130, dtype=FP32), like(3, 256, 512)):
         yield Case(partial(SQUARE, TRITON, x, False))
         yield Case(partial(SQUARE, TRITON, x.mT, True))
+
+
+def casts_to_grids() -> Iterator[Case]:
+    for format, dtype in product(GRID_FORMATS.values(), DTYPES):
+        for shape in ((4096, 4096), (300, 576)):
+            x = like(*shape, dtype=dtype)
+            yield Case(partial(TRITON.quantize_rowwise, x, format))
+            yield Case(partial(TRITON.shard_amax, x, format, 64, 32))
 
 
 def finished_casts() -> Iterator[Case]:
@@ -370,6 +379,7 @@ TABLE = (
     casts_in_triton,
     casts_in_gluon,
     casts_of_stacks,
+    casts_to_grids,
     finished_casts,
     derived_columns,
     casts_by_groups,

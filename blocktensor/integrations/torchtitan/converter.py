@@ -23,9 +23,9 @@ from ...conversion.convert import convert
 from ...fusion.fuse import fuse
 from ...fusion.fused_class import fused_modules
 from ...fusion.mlp import MLP
-from ...ops.formats import ScaleRounding
+from ...ops.formats import ScaleRounding, WeightGrid
 from ...patches import SET_TIMEOUT, TORCHTITAN_CONFIG
-from ...recipe import CachePolicy, Recipe, Scales, WgradInput
+from ...recipe import Backward, CachePolicy, Recipe, Scales, WgradInput
 from .dispatch import dispatch_in_fp8
 from .parallel import cut_linears
 
@@ -86,6 +86,12 @@ class BlockwiseFP8Converter(QuantizationConverter):
         batch_invariant: bool = False
         """Compute each row with the same bits for any other rows; see blocktensor.Recipe."""
 
+        backward: Backward = "fp8"
+        """The numbers of gradients; see blocktensor.Recipe."""
+
+        weight_grid: WeightGrid | None = None
+        """The grid to which casts round weights first; see blocktensor.Recipe."""
+
     def __init__(self, config: Config) -> None:
         """Check the choices.
 
@@ -103,6 +109,8 @@ class BlockwiseFP8Converter(QuantizationConverter):
             cache_weight=config.cache_weight,
             wgrad_input=config.wgrad_input,
             batch_invariant=config.batch_invariant,
+            backward=config.backward,
+            weight_grid=config.weight_grid,
         )
         if config.dispatch_in_fp8 and not self._recipe.activation_format.power_of_two:
             raise ValueError(

@@ -80,6 +80,8 @@ def _triton_declines(problem: CastProblem) -> str | None:
 def _gluon_declines(problem: CastProblem) -> str | None:
     if reason := _triton_declines(problem):
         return reason
+    if problem.format.mxfp4_group is not None:
+        return f"no kernels that round to the grid of {problem.format.name}"
     x = problem.x
     per_word = 4 // x.element_size()
     in_words = (

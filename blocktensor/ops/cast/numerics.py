@@ -94,6 +94,42 @@ def quotient(x, pre, r, e, METHOD: tl.constexpr, POWER_OF_TWO: tl.constexpr):
         return tl.fma(tl.fma(e, q, y * -1.0) * -1.0, r, q)
 
 
+@triton.jit
+def on_grid(x, GROUP_ROWS: tl.constexpr, GROUP_COLS: tl.constexpr):
+    # A tile on the grid of MXFP4, or itself without groups.
+    if GROUP_ROWS == 0:
+        return x
+    else:
+        return on_mxfp4_grid(x, GROUP_ROWS, GROUP_COLS)
+
+
+@triton.jit
+def on_mxfp4_grid(x, GROUP_ROWS: tl.constexpr, GROUP_COLS: tl.constexpr):
+    # reference.on_mxfp4_grid of a tile of whole groups, in fp32. Groups are one row or one column.
+    rows: tl.constexpr = x.shape[0]
+    cols: tl.constexpr = x.shape[1]
+    wide = x.to(tl.float32)
+    if GROUP_ROWS == 1:
+        groups = tl.reshape(wide, [rows * cols // GROUP_COLS, GROUP_COLS])
+    else:
+        groups = tl.reshape(wide, [rows // GROUP_ROWS, GROUP_ROWS, cols])
+    amax = tl.max(magnitude_bits(groups), 1, keep_dims=True)
+    exponent = (amax >> 23) - 2 + ((amax & 0x7FFFFF) > 0x400000).to(tl.int32)
+    exponent = tl.minimum(exponent, 252)
+    power = tl.where(exponent > 0, exponent << 23, 1 << 22)
+    scale = power.to(tl.float32, bitcast=True)
+    inverse = tl.where(exponent > 0, (254 - exponent) << 23, 254 << 23)
+    inverse = tl.where(amax < INF_BITS, inverse, 0x7FC00000).to(tl.float32, bitcast=True)
+    bits = groups.to(tl.int32, bitcast=True)
+    numbers = (bits & 0x7FFFFFFF).to(tl.float32, bitcast=True) * inverse
+    numbers = tl.where(numbers > 6.0, 6.0, numbers)
+    step = tl.where(numbers < 2.0, 0.5, tl.where(numbers < 4.0, 1.0, 2.0))
+    large = step * 12582912.0  # 1.5 * 2^23: sums with it are rounded to multiples of the step
+    made = ((numbers + large) - large) * scale
+    made = (made.to(tl.int32, bitcast=True) & 0x7FFFFFFF) | (bits & -2147483648)
+    return tl.reshape(made.to(tl.float32, bitcast=True), [rows, cols])
+
+
 def method_for(dtype: torch.dtype) -> str:
     """Return the method of ``numerics.py`` that gives the reference's bytes for this dtype."""
     return "refined" if dtype == torch.float32 else "corrected"

@@ -43,7 +43,7 @@ def quantize_rowwise(x: Tensor, format: BlockFormat) -> Quantized:
     return empty_quantized(x.shape, format, x.device)
 
 
-@op(cast_backend, check=checks.castable)
+@op(cast_backend, check=lambda x, format: _check(x, format, format.mxfp4_group is None))
 def quantize_columnwise(x: Tensor, format: BlockFormat) -> Quantized:
     """Cast the transpose of ``x[M, K]``; see :func:`blocktensor.ops.reference.quantize_columnwise`.
 
@@ -100,16 +100,22 @@ def transpose(x: Quantized) -> Quantized:
     return empty_quantized(x.data.mT.shape, x.format, x.data.device)
 
 
-def _has_no_zeros(x: Tensor, format: BlockFormat) -> bool:
-    """Return True if the columnwise cast of ``x`` equals the transposed rowwise cast."""
-    return x.ndim == 2 and columnwise_width(x.shape[0], format) == x.shape[0]
+def _is_columnwise(x: Tensor, format: BlockFormat) -> bool:
+    """Return True if the transposed cast of ``x`` is computed as the columnwise cast.
+
+    They are equal if the latter needs no zeros, and no groups of columns are rounded to a grid.
+    """
+    if x.ndim != 2 or x.stride(-2) == 1 or format.mxfp4_group is not None:
+        return False
+    return columnwise_width(x.shape[0], format) == x.shape[0]
 
 
 def _decide_transpose(x: Tensor, format: BlockFormat) -> Callable[..., Quantized]:
-    if x.stride(-2) == 1:
-        function: Callable[..., Quantized] = _of_transposed
-    else:
-        function = quantize_columnwise if _has_no_zeros(x, format) else _of_rowwise
+    function: Callable[..., Quantized] = _of_rowwise
+    if _is_columnwise(x, format):
+        function = quantize_columnwise
+    elif x.stride(-2) == 1 and format.mxfp4_group is None:
+        function = _of_transposed
     return recorded(function, cast_backend(x, format).launches)
 
 
@@ -131,7 +137,7 @@ def quantize_transpose(x: Tensor, format: BlockFormat) -> Quantized:
     Raises:
         TypeError, ValueError: as :func:`quantize_rowwise`.
     """
-    if x.stride(-2) != 1 and _has_no_zeros(x, format):
+    if _is_columnwise(x, format):
         return empty_columnwise(x, format)
     return empty_quantized(x.mT.shape, format, x.device)
 

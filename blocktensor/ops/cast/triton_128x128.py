@@ -13,7 +13,15 @@ from torch import Tensor
 
 from ..formats import BLOCK, BlockFormat, Quantized, num_blocks
 from ..runtime.launch import Launch
-from .numerics import divisor, is_wide, magnitude_bits, method_for, quotient, scale_from_bits
+from .numerics import (
+    divisor,
+    is_wide,
+    magnitude_bits,
+    method_for,
+    on_grid,
+    quotient,
+    scale_from_bits,
+)
 
 
 @triton.jit(do_not_specialize=["rows", "cols", "row", "col", "blocks_n", "blocks_k"])
@@ -21,14 +29,17 @@ def block_kernel(
     x_ptr, block_ptr, data_ptr, own_ptr, rows, cols, row, col, stride_e, stride_n, stride_k, out_ld,
     block_stride_e, block_ld, own_stride_e, own_ld, blocks_n, blocks_k, MODE: tl.constexpr,
     EVEN_ROWS: tl.constexpr, EVEN_COLS: tl.constexpr, WIDE: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr, METHOD: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr, METHOD: tl.constexpr, GROUP_ROWS: tl.constexpr,
+    GROUP_COLS: tl.constexpr,
 ):  # fmt: skip
     # One program handles one block of one matrix of the stack. MODE "amax": it writes the amax of
     # the block's elements in x. "shard": it casts them by the amax of the whole block. "checked":
     # the same, or NaN if the amax of its elements is not the one at own_ptr. "whole": it casts the
     # block by its own amax and writes the scale. EVEN_ROWS (EVEN_COLS): x begins and ends
     # at block boundaries, so that no mask depends on run-time values and loads stay wide.
-    # out_ld = cols, a separate argument so that its divisibility by 16 is specialised.
+    # GROUP_ROWS, GROUP_COLS: the groups of the grid to which values are rounded first; 0 for none.
+    # Parts begin and end at groups. out_ld = cols, a separate argument so that its divisibility by
+    # 16 is specialised.
     block = tl.program_id(0)
     block_k = block % blocks_k
     block_n = block // blocks_k % blocks_n
@@ -59,6 +70,7 @@ def block_kernel(
         x = tl.load(source + offsets)
     else:
         x = tl.load(source + offsets, mask=inside, other=0.0)
+    x = on_grid(x, GROUP_ROWS, GROUP_COLS)
     place = block_ptr + matrix * block_stride_e + block_n.to(tl.int64) * block_ld + block_k
     if MODE == "shard":
         amax = tl.load(place).to(tl.int32, bitcast=True) & 0x7FFFFFFF
@@ -90,7 +102,7 @@ def _plan(
     x: Tensor,
     blocks: Tensor,
     data: Tensor | None,
-    power_of_two: bool,
+    format: BlockFormat,
     row: int = 0,
     col: int = 0,
     own: Tensor | None = None,
@@ -98,12 +110,14 @@ def _plan(
     # `blocks` has the amax or the scale of each block
     rows, cols = x.shape[-2:]
     own = blocks if own is None else own
+    group_rows, group_cols = format.mxfp4_group or (0, 0)
     in_stack = x.ndim == 3
     stride_e, block_stride_e, own_stride_e = (
         t.stride(0) if in_stack else 0 for t in (x, blocks, own)
     )
     blocks_n, blocks_k = num_blocks(row + rows), num_blocks(col + cols)
     even_cols = col == cols % BLOCK == 0
+    wide = x.dtype == torch.float32
     wide_loads = even_cols and x.stride(-1) == 1
     return Launch(
         block_kernel,
@@ -116,19 +130,22 @@ def _plan(
             "EVEN_ROWS": row == rows % BLOCK == 0,
             "EVEN_COLS": even_cols,
             "WIDE": is_wide(*x.stride()[-2:], cols),
-            "POWER_OF_TWO": power_of_two,
+            "POWER_OF_TWO": mode != "amax" and format.power_of_two,
             "METHOD": method_for(x.dtype),
+            "GROUP_ROWS": group_rows,
+            "GROUP_COLS": group_cols,
         },
         {
-            "num_warps": 16 if x.dtype == torch.float32 or not wide_loads else 8,
+            # with groups, 16 warps spill
+            "num_warps": 16 if not group_rows and (wide or not wide_loads) else 8,
             "enable_fp_fusion": True,
         },
     )  # fmt: skip
 
 
-def plan_128x128(x: Tensor, out: Quantized) -> Launch:
-    """Plan the launch that casts ``x[..., N, K]`` into ``out``."""
-    return _plan("whole", x, out.scale, out.data, out.format.power_of_two)
+def plan_128x128(x: Tensor, out: Quantized, format: BlockFormat) -> Launch:
+    """Plan the launch that casts ``x[..., N, K]`` in ``format`` into ``out``."""
+    return _plan("whole", x, out.scale, out.data, format)
 
 
 def plan_shard(
@@ -142,9 +159,9 @@ def plan_shard(
 ) -> Launch:
     """Plan the launch that casts ``x`` into ``data`` or, without ``data``, writes ``amax``."""
     if data is None:
-        return _plan("amax", x, amax, None, False, row, col)
+        return _plan("amax", x, amax, None, format, row, col)
     mode = "shard" if own is None else "checked"
-    return _plan(mode, x, amax, data, format.power_of_two, row, col, own)
+    return _plan(mode, x, amax, data, format, row, col, own)
 
 
 def shard_amax(x: Tensor, format: BlockFormat, row: int, col: int) -> Tensor:

@@ -223,7 +223,7 @@ def plan_1x128(
 def quantize_rowwise(x: Tensor, format: BlockFormat) -> Quantized:
     """See :func:`blocktensor.ops.reference.quantize_rowwise`."""
     out = empty_quantized(x.shape, format, x.device)
-    (plan_1x128(x, out, None) if format.rows == 1 else plan_128x128(x, out))()
+    (plan_1x128(x, out, None) if format.rows == 1 else plan_128x128(x, out, format))()
     return out
 
 

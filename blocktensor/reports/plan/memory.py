@@ -203,10 +203,10 @@ def _input_bytes(readers: list[Matmul], run: Run, in_attention: bool = False) ->
         return read + size * setup.lora * len(readers)
     fp8 = [m for m in readers if run.in_fp8(m)]
     total = 0.0
-    keeps_input = len(fp8) < len(readers) or (fp8 and setup.recipe.wgrad_input_format is None)
+    keeps_input = len(fp8) < len(readers) or (fp8 and setup.recipe.saved_input_format is None)
     if keeps_input and not in_attention:
         total += size * elements
-    if fp8 and setup.recipe.wgrad_input_format is not None:
+    if fp8 and setup.recipe.saved_input_format is not None:
         total += setup.input_bytes * elements * (1 if setup.shares_casts else len(fp8))
     return total
 
@@ -255,7 +255,7 @@ def _backward_of(mlp: Mlp, block: Block, run: Run) -> float:
     if not mlp.is_gated:
         return features * 2 * _BF16 + unpacked + gradient - form + routed
     freed = 0.0  # the input of down; compilers keep one in bf16 until the weight gradient is done
-    keeps_form = is_fp8 and setup.recipe.wgrad_input_format is not None
+    keeps_form = is_fp8 and setup.recipe.saved_input_format is not None
     if run.trains and (keeps_form or setup.is_eager):
         freed = features * (setup.input_bytes if is_fp8 else _BF16)
     gradients = 3 if setup.is_eager else 2

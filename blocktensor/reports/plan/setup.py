@@ -126,7 +126,7 @@ class Setup:
     @property
     def input_bytes(self) -> float:
         """Bytes that an FP8 linear layer saves for an element of its input."""
-        form = self.recipe.wgrad_input_format
+        form = self.recipe.saved_input_format
         return 2.0 if form is None else form_bytes(*form.block_shape)
 
     def changed(self, **changes: Any) -> Setup:

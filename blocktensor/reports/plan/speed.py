@@ -207,7 +207,7 @@ def _matmul(matmul: Matmul, run: Run) -> dict[str, float]:
 
 def _dense(kind: str, sizes: tuple[int, int, int], in_fp8: bool, run: Run) -> float:
     recipe, card = run.setup.recipe, CARDS[run.setup.card]
-    b_format: BlockFormat | None = recipe.weight_format
+    b_format: BlockFormat | None = recipe.weight_format.stored
     a_format = recipe.activation_format if kind == FPROP else recipe.gradient_format
     if kind == WGRAD:
         b_format = recipe.wgrad_input_format

@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...ops.formats import BlockFormat
+from ...ops.formats import BlockFormat, ceil_div
 from ...ops.reference import scale_from_amax
 from ...ops.scale_layouts import pad4
 from ...recipe import Recipe
 from ...tensor.base import MasterBase
-from ..part import Part, Region, max_over_ranks
+from ..part import Part, Region, check_groups, max_over_ranks
 from ..ranks import agree
 from .fsdp_internals import ShardedParam, sharded_with
 
@@ -328,9 +328,13 @@ def place_of(owner: Any) -> Place | None:
 def _build(weights: Sequence[ShardedParam], alone: bool) -> None:
     """Create the table of weights that share a group, after a comparison with the other ranks."""
     recipes = [_shard_of(weight).recipe for weight in weights]
+    for weight, recipe in zip(weights, recipes, strict=True):
+        each = ceil_div(weight.shape[weight.dim], weight.ranks)
+        check_groups(weight.shape, weight.dim, each, recipe.weight_format)
     lines = [
         f"{weight.name} {list(weight.shape)} sharded on dim {weight.dim}, "
         f"scale={recipe.weight_format.scale_rounding!r}"
+        + ("" if recipe.weight_grid is None else f", weight_grid={recipe.weight_grid!r}")
         for weight, recipe in zip(weights, recipes, strict=True)
     ]
     agree("sharded FP8 weights", lines, weights[0].group)

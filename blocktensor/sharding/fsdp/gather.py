@@ -105,7 +105,7 @@ class GatheredInFP8(FP8Base):
         local = local_of(out)  # FSDP wraps the parts of tensor parallel weights
         weight: Any = out if local is None else local
         is_first = weight is None
-        format = recipe.weight_format
+        format = recipe.weight_format.stored
         data = gathered.view(-1)[: shape.numel()].view(shape).view(format.dtype)
         if reduced is not None:
             device = scale.device
@@ -137,6 +137,12 @@ class GatheredTrainable(GatheredInFP8, MasterBase):
         FSDP also reads this property when the root's first forward begins, before any gather. The
         ranks compare their weights then, while no rank waits in a collective.
         """
+        if self.recipe.backward == "high_precision":
+            raise NotImplementedError(
+                f"the shard of an FP8 weight {list(self.shape)} with backward='high_precision': "
+                f"FSDP2 gathers weights in FP8, and their data gradients would need the masters; "
+                f"convert the model with backward='dequantized'"
+            )
         place_of(owner_of(self))
         return self._cast_rows
 

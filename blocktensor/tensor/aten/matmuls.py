@@ -14,7 +14,7 @@ from ...ops.gemm.ops import gemm
 from ..arithmetic import is_arithmetic
 from ..base import FP8Base, implements, on_master
 from ..fp8_tensor import ATEN_OPS, BlockwiseFP8Tensor
-from ..refusals import check_scaling, refuse
+from ..refusals import check_grid, check_scaling, refuse
 from ..weight import WEIGHT_OPS, BlockwiseFP8Weight, computed_weights
 
 aten = torch.ops.aten
@@ -34,6 +34,8 @@ def _multiply(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     Raises:
         ValueError: shapes, devices or scale rounding that do not fit, or a form that is missing.
     """
+    if isinstance(b, BlockwiseFP8Weight):
+        check_grid(b, b.recipe, not b.transposed)  # b is the transpose of a layer's weight
     left, right = _fp8(a), _fp8(b)
     known = left if right is None else right
     assert known is not None

@@ -1,0 +1,204 @@
+"""Export weights on the grid of MXFP4 as 4-bit numbers and scales of groups."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..model.matrix import all_fp8_weights
+from ..ops.cast.ops import dequantize
+from ..ops.formats import BLOCKS_128X128_POW2, MXFP4_GROUP, Quantized
+from ..sharding.dtensor import fp8_part
+from .contents import entries_of, names_of_scales
+from .export import Exported, exported, stored_in_turn, units_of
+from .mxfp4 import Packed, encoded, packed_weights
+from .on_disk import SCALE_SUFFIX
+
+
+def iter_mxfp4(
+    model: nn.Module,
+    *,
+    like: str | os.PathLike[str] | None = None,
+    separate_experts: bool = False,
+    rank: int | None = None,
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a model whose weights lie on the grid of MXFP4, those in MXFP4.
+
+    Weights whose recipe has a ``weight_grid`` become 4-bit numbers and a power of two for each 32
+    of a row. They are the values that the next forward reads, bit for bit, trained or frozen. Other
+    tensors are yielded as by :func:`iter_fp8`, whose notes on sharded models hold here too.
+
+    A matrix ``a.weight`` ``[N, K]`` becomes int8 ``a.weight`` ``[N, K/2]`` and e8m0 ``a.scale``
+    ``[N, K/32]``, as in DeepSeek-V4; a stack ``a`` ``[E, K, N]`` becomes uint8 ``a_blocks``
+    ``[E, N, K/32, 16]`` and ``a_scales`` ``[E, N, K/32]``, as in gpt-oss.
+
+    Several scales may describe the same values: a group whose largest number is 3 may as well have
+    the number 6 and half the scale. Each group gets the smallest scale that holds its values, or
+    the scale that it has in ``like`` if that holds them. So what was loaded from ``like`` and was
+    not trained has the bytes of ``like``.
+
+    Args:
+        model: any module, converted or loaded with a recipe with ``weight_grid``.
+        like: a folder of a checkpoint in MXFP4. Weights with the same names get its layout, and its
+            scales where they hold the values.
+        separate_experts, rank: as in :func:`iter_fp8`.
+
+    Yields:
+        Name and tensor.
+
+    Raises:
+        TypeError, ValueError: as :func:`iter_fp8`; no weight has a ``weight_grid``; a weight that
+            is not on the grid, of rows that are no multiple of 32, or of another shape in ``like``.
+        NotImplementedError: a stack ``[E, N, K]`` (pass ``separate_experts=True``), or a matrix
+            ``[K, N]``: no layout is known.
+        CheckpointError: ``like`` cannot be read.
+
+    Examples:
+        >>> scale = blocktensor.Scales(weights="power_of_two")
+        >>> recipe = blocktensor.Recipe(scale=scale, weight_grid="mxfp4")
+        >>> model = nn.Sequential(nn.Linear(256, 512, bias=False)).bfloat16()
+        >>> _ = blocktensor.convert(model, recipe, skip_small=False)
+        >>> for name, tensor in blocktensor.iter_mxfp4(model):
+        ...     print(name, list(tensor.shape), tensor.dtype)
+        0.weight [512, 128] torch.int8
+        0.scale [512, 8] torch.float8_e8m0fnu
+    """
+    weights = exported(model, "iter_mxfp4", separate_experts)
+    grids = _on_grids(model, weights)
+    layouts = {} if like is None else packed_weights(entries_of(Path(like)))
+    yields = rank is None or rank == (dist.get_rank() if dist.is_initialized() else 0)
+    return (
+        pair
+        for stored in stored_in_turn(weights, units_of(weights))
+        if yields
+        for pair in _packed(stored, grids, layouts).items()
+    )
+
+
+class _Grid(NamedTuple):
+    """A stored weight on the grid; ``is_kn``: its rows are the columns of what is stored."""
+
+    is_kn: bool
+
+
+def _on_grids(model: nn.Module, found: Exported) -> dict[str, _Grid]:
+    """Return the stored weights that become MXFP4, by name."""
+    transposed = {id(x.parameter) for x in all_fp8_weights(model) if x.is_transposed}
+    grids = {}
+    for name in found.fp8:
+        x = found.tensors[name]
+        grid = fp8_part(x).recipe.weight_grid
+        if grid is not None:
+            grids[name] = _Grid(grid == "mxfp4_kn" or id(x) in transposed)
+    if not grids:
+        raise ValueError(
+            "no weight of the model has a recipe with weight_grid: convert it, or load it by "
+            "load_fp8, with Recipe(scale=Scales(weights='power_of_two'), weight_grid='mxfp4'); "
+            "iter_fp8 exports FP8 weights"
+        )
+    made = {}
+    for group in found.written:
+        for stored in group:
+            of = {grids[name] for name in stored.of if name in grids}
+            if not of:
+                continue
+            (made[stored.name],) = of
+            _check_layout(stored.name, stored.shape, made[stored.name])
+    return made
+
+
+def _check_layout(name: str, shape: tuple[int, ...], grid: _Grid) -> None:
+    """Check that a layout of MXFP4 is known for a weight."""
+    if (len(shape) == 3) != grid.is_kn:
+        what, remedy = (
+            (f"a stack [E, N, K] {list(shape)}", "pass separate_experts=True")
+            if len(shape) == 3
+            else (f"a matrix [K, N] {list(shape)}", "convert it without weight_grid")
+        )
+        raise NotImplementedError(f"{name}, {what}, has no known layout in MXFP4: {remedy}")
+    columns = shape[-2] if grid.is_kn else shape[-1]
+    if columns % MXFP4_GROUP:
+        raise ValueError(
+            f"{name} has {columns} inputs: MXFP4 stores multiples of {MXFP4_GROUP}; convert it "
+            f"without weight_grid"
+        )
+
+
+def _packed(
+    stored: Mapping[str, Tensor], grids: Mapping[str, _Grid], layouts: Mapping[str, Packed]
+) -> dict[str, Tensor]:
+    """Return the tensors of a unit, weights on the grid in MXFP4."""
+    made: dict[str, Tensor] = {}
+    for name, x in stored.items():
+        weight = name.removesuffix(SCALE_SUFFIX)
+        if name == weight + SCALE_SUFFIX and weight in grids:
+            continue  # the scales of an FP8 weight
+        if name not in grids:
+            made[name] = x
+            continue
+        form = Quantized(x, stored[name + SCALE_SUFFIX], BLOCKS_128X128_POW2)
+        made |= _as_mxfp4(name, form, grids[name], layouts.get(name))
+    return made
+
+
+def _as_mxfp4(name: str, form: Quantized, grid: _Grid, layout: Packed | None) -> dict[str, Tensor]:
+    """Return the two tensors of a weight in MXFP4, by name."""
+    shape = tuple(form.data.shape)
+    if layout is not None and layout.shape != shape:
+        raise ValueError(
+            f"{name} is {list(shape)} here and {list(layout.shape)} in {layout.codes.file}: pass "
+            f"the checkpoint of a model of the same sizes as like"
+        )
+    known = None if layout is None else _read(layout.scales)
+    stack = form if len(shape) == 3 else form._replace(data=form.data[None], scale=form.scale[None])
+    codes, scales = [], []
+    for e in range(len(stack.data)):
+        values = dequantize(Quantized(stack.data[e], stack.scale[e], form.format), torch.float32)
+        of_matrix = None if known is None else known.view(len(stack.data), -1)[e]
+        pair = encoded(values.mT.contiguous() if grid.is_kn else values, of_matrix)
+        if pair is None:
+            raise ValueError(
+                f"{name} has values that are not on the grid of MXFP4: it was not cast with "
+                f"weight_grid; load or convert it with a recipe without one"
+            )
+        codes.append(pair[0])
+        scales.append(pair[1])
+    both: tuple[Any, Any] = torch.stack(codes), torch.stack(scales)
+    if layout is not None:
+        names = layout.codes.name, layout.scales.name
+        dtypes = _DTYPES[layout.codes.dtype], _DTYPES[layout.scales.dtype]
+        shapes = layout.codes.shape, layout.scales.shape
+    elif grid.is_kn:
+        names, dtypes = (f"{name}_blocks", f"{name}_scales"), (torch.uint8, torch.uint8)
+        shapes = (*both[1].shape, MXFP4_GROUP // 2), both[1].shape
+    else:
+        names, dtypes = (
+            (name, names_of_scales(name)[-2 if name.endswith("weight") else -1]),
+            (
+                torch.int8,
+                torch.float8_e8m0fnu,
+            ),
+        )
+        shapes = both[0].shape[1:], both[1].shape[1:]
+    return {
+        key: x.reshape(of).view(dtype)
+        for key, x, of, dtype in zip(names, both, shapes, dtypes, strict=True)
+    }
+
+
+_DTYPES = {"I8": torch.int8, "U8": torch.uint8, "F8_E8M0": torch.float8_e8m0fnu}
+"""The dtypes of tensors in MXFP4, by their names in safetensors files."""
+
+
+def _read(entry: Any) -> Tensor:
+    from safetensors import safe_open
+
+    with safe_open(entry.file, framework="pt") as opened:
+        scales: Tensor = opened.get_tensor(entry.name)
+    return scales.view(torch.uint8)
