@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from common.host_memory import HostMemory
 from common.needs import needs
@@ -84,13 +84,18 @@ def cut_experts(model: Any, mesh: DeviceMesh) -> None:
 
 
 def give_values(model: nn.Module, device: torch.device) -> None:
-    """Give memory and first values to adapters, equal ones on all ranks."""
+    """Give adapters on meta the values that peft gives, equal ones on all ranks."""
     torch.manual_seed(0)
     for layer in model.modules():
         if isinstance(layer, LoraLayer):
             for part in (*layer.lora_A.values(), *layer.lora_B.values()):
-                part.to_empty(device=device)
-            layer.reset_lora_parameters("default", init_lora_weights=True)
+                values = torch.zeros(part.weight.shape, device=device)
+                if part in layer.lora_A.values():
+                    nn.init.kaiming_uniform_(values, a=5**0.5)
+                if isinstance(part.weight, DTensor):  # of experts that are cut
+                    place = part.weight.device_mesh, part.weight.placements
+                    values = distribute_tensor(values, *place, src_data_rank=None)
+                part.weight = nn.Parameter(values)
 
 
 def build(config: Any, folder: Path, options: argparse.Namespace, device: torch.device) -> Any:
