@@ -25,6 +25,7 @@ from tests.support.adapted_layouts import (
     OF_TWO,
     Layout,
     adapted,
+    add_by_ranks,
     cut_before,
     gradients,
     meshes,
@@ -66,6 +67,8 @@ def check(kind: str, layout: Layout, world: int, folder: Path) -> None:
     plain = empty(kind, converted=False)
     load_fp8(plain, folder)
     single = adapted(plain, layout.cut)
+    if layout.cut == "EP":
+        add_by_ranks(single, meshes(layout, world)[0].size())
     rows = TOKENS.repeat(2, 1).add(torch.arange(4)[:, None]) % 64
     is_sent = layout.cut == "EP, sent"  # each rank has tokens of its own
     batches = list(rows.split(1))[:world] if is_sent else [TOKENS] * world
@@ -88,15 +91,22 @@ def check(kind: str, layout: Layout, world: int, folder: Path) -> None:
 
     got, expected = gradients(model), gradients(single)
     assert got.keys() == expected.keys() and len(got) >= 4
-    if layout.cut == "":
-        assert torch.equal(loss.detach(), want)
-        for name, x in expected.items():
-            assert torch.equal(got[name], x), name
-        return
-    bound = 1e-5 if is_sent else 0.05  # of sums in another order; of outputs that ranks round
+    if os.environ.get("SHOW") and dist.get_rank()==0:
+        with open("/tmp/show.txt","a") as f:
+            print(kind, layout, world, float(loss.detach()-want), max(float((got[n]-x).norm()/x.norm()) for n,x in expected.items()), file=f)
+    bound = bound_of(layout, of_cut.size())
     torch.testing.assert_close(loss.detach(), want, rtol=bound / 10, atol=0)
     for name, x in expected.items():
         assert (got[name] - x).norm() <= bound * x.norm(), name
+
+
+def bound_of(layout: Layout, ranks: int) -> float:
+    """Return the largest relative difference; 0 if every sum has the order of one process."""
+    if layout.cut == "EP, sent":
+        return 1e-5  # gradients are sums over tokens in another order
+    if layout.cut == "EP" and ranks > 2:
+        return 0.1  # outputs of more than two ranks are added, and rounded, in gloo's order
+    return 0.05 if layout.cut == "TP" else 0  # ranks round sums before they are added
 
 
 @pytest.mark.parametrize(("kind", "layout"), cases(OF_TWO, FEW))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import peft
@@ -118,6 +117,37 @@ def _cut_outputs(base: Any, mesh: DeviceMesh) -> None:
         parallelize_module(layer, mesh, {"self_attn.o_proj": style})
 
 
+class _AllGradients(torch.autograd.Function):
+    """The identity, whose gradients of all uses add before they pass on, as those of ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0]
+
+
+def add_by_ranks(model: nn.Module, ranks: int) -> None:
+    """Let one process add the outputs of experts in the order of ``ranks`` ranks."""
+    for module in model.modules():
+        if hasattr(module, "gate_up_proj") and not isinstance(module.gate_up_proj, nn.Module):
+            module._is_expert_parallel = True
+            module.forward = functools.partial(_in_turns, module.forward, module, ranks)
+
+
+def _in_turns(forward: Any, module: Any, ranks: int, x: Tensor, index: Tensor, by: Tensor) -> Any:
+    x, by = _AllGradients.apply(x), _AllGradients.apply(by)
+    made: Any = None
+    for r in range(ranks):
+        others = index // (module.num_experts // ranks) != r
+        own = torch.where(others, module.num_experts, index)
+        y = forward(x, own, by.masked_fill(others, 0))
+        made = y if made is None else made + y
+    return made
+
+
 def wrap(model: Any, layout: Layout, mesh: DeviceMesh) -> None:
     """Shard peft's model by FSDP2, over the ranks of ``mesh``."""
     base = model.get_base_model()
@@ -164,5 +194,3 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
             found[name.removeprefix("module.")] = whole
     return found
 
-
-Build = Callable[[], Any]
