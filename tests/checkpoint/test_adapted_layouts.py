@@ -1,7 +1,7 @@
 """Adapters of experts on a base that is read by shard: losses and gradients of one process.
 
 Five published architectures in each of twenty layouts of 2 and 4 ranks. By default a few of these
-run; ``ADAPTED_LAYOUTS=all`` runs all, in 15 minutes.
+run; ``ADAPTED_LAYOUTS=all`` runs all, in 25 minutes on two busy cores.
 """
 
 from __future__ import annotations
@@ -36,12 +36,8 @@ from tests.support.published import TOKENS, empty, written
 from tests.support.ranks import on_ranks
 
 MODELS = ("DeepSeek-V3", "GLM-MoE", "Qwen3-MoE", "MiniMax-M2", "gpt-oss")
-FEW = {
-    ("Qwen3-MoE", Layout("EP")),
-    ("DeepSeek-V3", Layout("EP, sent", "FSDP around")),
-    ("gpt-oss", Layout("", "FSDP")),
-    ("GLM-MoE", Layout("EP", "FSDP")),
-}
+FEW_OF_TWO = {("gpt-oss", Layout("", "FSDP")), ("DeepSeek-V3", Layout("EP, sent", "FSDP around"))}
+FEW_OF_FOUR = {("GLM-MoE", Layout("EP", "FSDP"))}
 
 
 def cases(layouts: tuple[Layout, ...], of: set[tuple[str, Layout]]) -> list[object]:
@@ -91,9 +87,6 @@ def check(kind: str, layout: Layout, world: int, folder: Path) -> None:
 
     got, expected = gradients(model), gradients(single)
     assert got.keys() == expected.keys() and len(got) >= 4
-    if os.environ.get("SHOW") and dist.get_rank()==0:
-        with open("/tmp/show.txt","a") as f:
-            print(kind, layout, world, float(loss.detach()-want), max(float((got[n]-x).norm()/x.norm()) for n,x in expected.items()), file=f)
     bound = bound_of(layout, of_cut.size())
     torch.testing.assert_close(loss.detach(), want, rtol=bound / 10, atol=0)
     for name, x in expected.items():
@@ -109,7 +102,7 @@ def bound_of(layout: Layout, ranks: int) -> float:
     return 0.05 if layout.cut == "TP" else 0  # ranks round sums before they are added
 
 
-@pytest.mark.parametrize(("kind", "layout"), cases(OF_TWO, FEW))
+@pytest.mark.parametrize(("kind", "layout"), cases(OF_TWO, FEW_OF_TWO))
 @on_ranks(2, gpus=())
 def test_two_ranks_train_adapters_as_one_process(
     world: int, kind: str, layout: Layout, tmp_path: Path
@@ -117,7 +110,7 @@ def test_two_ranks_train_adapters_as_one_process(
     check(kind, layout, world, tmp_path / "fp8")
 
 
-@pytest.mark.parametrize(("kind", "layout"), cases(OF_FOUR, FEW - {("gpt-oss", Layout("", "FSDP"))}))
+@pytest.mark.parametrize(("kind", "layout"), cases(OF_FOUR, FEW_OF_FOUR))
 @on_ranks(4, gpus=())
 def test_four_ranks_train_adapters_as_one_process(
     world: int, kind: str, layout: Layout, tmp_path: Path

@@ -74,8 +74,9 @@ OF_FOUR = (
 
 
 def adapted(base: Any, cut: str = "") -> Any:
-    """Add adapters of random values, the same on every rank, to experts, and to outputs of attention
-    unless tensor parallelism cuts these.
+    """Add adapters of random values, the same on every rank, to experts.
+
+    Outputs of attention have adapters too, unless tensor parallelism cuts them.
     """
     modules = [] if cut == "TP" else ["o_proj"]
     config = peft.LoraConfig(r=4, target_modules=modules, target_parameters=STACKS)
@@ -179,7 +180,9 @@ def recompute(model: Any) -> None:
     """Checkpoint the activations of each layer, without the deprecated names of transformers."""
     from torch.utils.checkpoint import checkpoint
 
-    for layer in model.get_base_model().model.layers:
+    base = model.get_base_model()
+    base.config.use_cache = False  # a second forward would add to it
+    for layer in base.model.layers:
         layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
 
 
@@ -193,4 +196,3 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
             whole: Tensor = grad.full_tensor() if isinstance(grad, DTensor) else grad
             found[name.removeprefix("module.")] = whole
     return found
-

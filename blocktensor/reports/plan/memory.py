@@ -119,9 +119,7 @@ class Run:
         return sum(rank * (m.n + m.k) * m.experts for m in counted)
 
     def thin_bytes(self, block: Block) -> float:
-        """Return bytes of the bf16 adapters of experts that wait for a block's backward."""
-        if self.setup.master == "bf16":
-            return 0.0
+        """Return bytes of experts' adapters, as matmuls read them, that wait for a backward."""
         parts = self.setup.gpus if self.setup.expert_parallel else 1
         return _BF16 * self.adapters(block, of_experts=True) / parts
 

@@ -72,6 +72,10 @@ gathers, which adds rows atomically. What Qwen3-MoE steps in experts.json and h1
 longer than all other parts; the same on both cards."""
 
 
+FP32_FLOPS = 60e6
+"""FLOPs a microsecond of matmuls in fp32 without TF32, of 67e6 that NVIDIA states for both cards."""
+
+
 class Grouped(NamedTuple):
     """Rates of a grouped matmul: FLOPs, and bytes of operands and output, a microsecond."""
 
@@ -345,18 +349,22 @@ def _routing(block: Block, run: Run) -> float:
 def _adapters(block: Block, run: Run) -> float:
     """Return microseconds of LoRA's matmuls and sums."""
     setup, rank = run.setup, run.setup.lora or 0
-    card, total = CARDS[setup.card], 0.0
+    card, rate, total = CARDS[setup.card], RATES[setup.card].bytes, 0.0
     for m in block.matmuls:
         if not run.is_adapted(m):
             continue
         rows = round(setup.tokens * m.rows)
+        if m.experts == 1 and setup.master == "fp32":
+            total += rows * (30 * m.k + 50 * m.n) / rate  # as peft's ops read and write fp32
+            total += 6 * rows * rank * (m.n + m.k) / FP32_FLOPS
+            continue
         for sizes in ((rows, rank, m.k), (rows, m.n, rank)):
             us = bf16_matmul_us(*sizes, card)
             moved = _BF16 * rows * (sizes[1] + sizes[2])
-            total += 3 * max(us, moved / RATES[setup.card].bytes)
+            total += 3 * max(us, moved / rate)
         if m.experts == 1:
             # the sums with the output of the base, and of gradients of the input
-            total += _BF16 * rows * 3 * (m.n + m.k) / RATES[setup.card].bytes
+            total += _BF16 * rows * 3 * (m.n + m.k) / rate
     return total
 
 
