@@ -430,8 +430,8 @@ EXPERT_ADAPTERS = Patch(
     "every forward, and each forward registers a parametrization",
 )
 
-CUT_EXPERT_ADAPTERS = Patch(
-    name="cut_expert_adapters",
+ADAPTERS_OF_CUT_EXPERTS = Patch(
+    name="adapters_of_cut_experts",
     target="peft.tuners.lora.layer:ParamWrapper.update_layer",
     kind="attribute",
     reason="makes adapters of all experts on each rank, also of stacks whose experts are cut "

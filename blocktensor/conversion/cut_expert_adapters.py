@@ -1,9 +1,9 @@
 """Cut peft's adapters of expert stacks between ranks, as the stacks are cut.
 
 peft makes matrices ``A[E r, in]`` and ``B[out, r E]`` of all experts. If each rank holds some
-experts of the stack, a DTensor, the matrices become DTensors too, by which a rank holds those of its
-experts: rows of A, and every E-th column of B. So a rank trains what it multiplies by, optimizers
-hold nothing else, and ``full_tensor()`` returns the matrices that peft writes.
+experts of the stack, a DTensor, the matrices become DTensors too: a rank holds the rows of A and
+the columns of B that belong to its experts. It trains what it multiplies by, its optimizer holds
+nothing else, and ``full_tensor()`` returns the matrices that peft writes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..patches import CUT_EXPERT_ADAPTERS
+from ..patches import ADAPTERS_OF_CUT_EXPERTS
 from ..sharding.dtensor import cut_as_experts, fp8_part, local_of
 from ..sharding.fsdp.shards import FP8Shard, FrozenShard
 
@@ -80,7 +80,7 @@ def _local(x: Any) -> Tensor:
     return made
 
 
-@CUT_EXPERT_ADAPTERS.made_by
+@ADAPTERS_OF_CUT_EXPERTS.made_by
 def _cutting(theirs: Any) -> Any:
     @functools.wraps(theirs)
     def update_layer(self: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:

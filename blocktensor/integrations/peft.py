@@ -19,7 +19,7 @@ from typing import Any
 
 import peft.tuners.lora.dora  # noqa: F401  (is patched, as peft.tuners.lora.layer is)
 
-from ..patches import CUT_EXPERT_ADAPTERS, DORA_NORMS, EXPERT_ADAPTERS
+from ..patches import ADAPTERS_OF_CUT_EXPERTS, DORA_NORMS, EXPERT_ADAPTERS
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 
 
@@ -35,4 +35,4 @@ def _of_values(theirs: Any) -> Any:
 
 DORA_NORMS.apply()
 EXPERT_ADAPTERS.apply()
-CUT_EXPERT_ADAPTERS.apply()
+ADAPTERS_OF_CUT_EXPERTS.apply()

@@ -73,7 +73,7 @@ longer than all other parts; the same on both cards."""
 
 
 FP32_FLOPS = 60e6
-"""FLOPs a microsecond of matmuls in fp32 without TF32, of 67e6 that NVIDIA states for both cards."""
+"""FLOPs a microsecond of matmuls in fp32 without TF32; NVIDIA states 67e6 for both cards."""
 
 
 class Grouped(NamedTuple):
