@@ -209,9 +209,10 @@ def _load_and_die(folder: Path) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return box(entry, *at)
 
-    with pytest.MonkeyPatch.context() as patched, pytest.raises(RuntimeError):
+    with pytest.MonkeyPatch.context() as patched:
         patched.setattr(loading, "_box", read)
-        load_fp8(model, folder)
+        with pytest.raises(RuntimeError):
+            load_fp8(model, folder)
     assert len(asked) > 20  # it has read all of its part
     assert all(x.is_meta for x in model.parameters())
 

@@ -52,6 +52,7 @@ def test_one_process(example: ModuleType, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings(DEPRECATED)
+@pytest.mark.filterwarnings("ignore:This sequence already has </s>:UserWarning")  # trl adds one too
 def test_preferences(example: ModuleType, tmp_path: Path) -> None:
     pytest.importorskip("trl")
     pytest.importorskip("datasets")
