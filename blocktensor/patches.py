@@ -430,6 +430,19 @@ EXPERT_ADAPTERS = Patch(
     "every forward, and each forward registers a parametrization",
 )
 
+ADAPTERS_OF_CUT_EXPERTS = Patch(
+    name="adapters_of_cut_experts",
+    target="peft.tuners.lora.layer:ParamWrapper.update_layer",
+    kind="attribute",
+    reason="makes adapters of all experts on each rank, also of stacks whose experts are cut "
+    "between ranks",
+    versions="peft 0.21",
+    when=f"{FP8_TENSOR}, or a conversion, after peft was imported; or import "
+    "blocktensor.integrations.peft",
+    test="tests/end_to_end/test_peft_cut_experts.py::test_ranks_train_the_adapters_of_their_experts",
+    without="a forward with an adapter of FP8 experts that are cut between ranks raises",
+)
+
 TORCHTITAN_CONFIG = Patch(
     name="torchtitan_config",
     target="torchtitan.models.common.decoder:Decoder.Config",

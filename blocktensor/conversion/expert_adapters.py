@@ -24,6 +24,7 @@ from ..tensor.adapted import AdaptedWeight, LowRank
 from ..tensor.base import FP8Base
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.torch_internals.frames import only_inlined
+from .cut_expert_adapters import check_cut, matrices_of
 
 
 @EXPERT_ADAPTERS.made_by
@@ -40,13 +41,9 @@ def _adapting(theirs: Any) -> Any:
             made: AbstractContextManager[None] = theirs(self, active_adapters)
             return made
         if is_cut:
-            raise NotImplementedError(
-                f"a forward with an adapter of {name!r} {list(weight.shape)}, FP8 weights that "
-                f"ranks have cut: with FSDP2, call fully_shard after get_peft_model and on a "
-                f"module around the adapter, so that they are gathered before; with expert or "
-                f"tensor parallel stacks, adapt linear layers alone (target_modules)"
-            )
-        return _in_place_of(module, name, _adapted(weight, _terms(self, adapters)))
+            check_cut(weight, name)
+        stack = weight.to_local() if is_cut else weight
+        return _in_place_of(module, name, _adapted(stack, _terms(self, adapters, len(stack))))
 
     return _activate_lora
 
@@ -75,22 +72,22 @@ def _in_place_of(module: nn.Module, name: str, adapted: Tensor) -> Iterator[None
         parameters[name] = weight
 
 
-def _terms(wrapper: Any, adapters: Sequence[str]) -> list[LowRank]:
+def _terms(wrapper: Any, adapters: Sequence[str], experts: int) -> list[LowRank]:
     """Return the adapters' matrices ``[E, N, r]`` and ``[E, r, K]`` for a stack ``[E, N, K]``.
 
     peft stores A as ``[E r, in]`` and B as ``[out, r E]``; stacks are ``[E, out, in]``, or
-    ``[E, in, out]`` in modules with ``is_transposed``.
+    ``[E, in, out]`` in modules with ``is_transposed``. ``experts``: E, on this rank.
     """
     made = []
     for adapter in adapters:
-        a: Tensor = wrapper.lora_A[adapter].weight.unflatten(0, (wrapper.num_experts, -1))
-        b: Tensor = wrapper.lora_B[adapter].weight.unflatten(1, (-1, wrapper.num_experts))
-        if isinstance(a, FP8Base) or isinstance(b, FP8Base):
+        held = wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight
+        if any(isinstance(x, FP8Base) for x in held):
             raise NotImplementedError(
                 f"the matrices of an adapter of {wrapper.parameter_name!r} are FP8 weights, but "
                 f"are multiplied in high precision: convert the model before get_peft_model, or "
                 f"with blocktensor.convert, which leaves them as they are"
             )
+        a, b = matrices_of(wrapper, adapter, experts)
         b = b.permute(2, 0, 1)
         if not wrapper._did_swap_in_out_features:
             a, b = b.transpose(1, 2), a.transpose(1, 2)

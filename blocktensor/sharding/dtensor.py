@@ -75,6 +75,23 @@ def cut_as(
     return DTensor(local, spec, requires_grad=False)
 
 
+def cut_as_experts(x: Tensor, stack: Any, dim: int, pieces: int = 1) -> Tensor:
+    """Cut a matrix of thin matrices of all experts, so that each rank gets those of its experts.
+
+    Args:
+        x: the same on all ranks, or on meta; otherwise all get the values of the first rank.
+        stack: a DTensor ``[E, ...]`` that is cut between experts, along one dimension of its mesh.
+        dim: the dimension of ``x`` along which the experts lie.
+        pieces: how often the E experts follow each other along ``dim``: r for ``[r, E]``.
+    """
+    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    cut = Shard(dim) if pieces == 1 else _StridedShard(dim, split_factor=pieces)
+    placements = [p if p.is_replicate() else cut for p in stack.placements]
+    return distribute_tensor(x, stack.device_mesh, placements)
+
+
 def parallel_kind(module: nn.Module) -> str | None:
     """Return ``"colwise"`` or ``"rowwise"`` for a linear layer with one of our styles, else None.
 

@@ -17,6 +17,7 @@ pytest.importorskip("peft")
 
 import peft
 from peft.tuners.lora import LoraLayer
+from safetensors import SafetensorError
 
 from blocktensor import CheckpointError, load_fp8
 from tests.support.models import complaint
@@ -78,3 +79,23 @@ def test_what_adapters_would_not_notice_is_refused(tmp_path: Path) -> None:
     copies = adapted(empty("Qwen3"), modules_to_save=["lm_head"])
     with pytest.raises(CheckpointError, match=r"missing .*lm_head\.modules_to_save"):
         load_fp8(copies.get_base_model(), folder)
+
+
+def test_half_an_adapter_file_is_refused(tmp_path: Path) -> None:
+    """As a kill leaves it; the base and its adapters stay as they were."""
+    written("Qwen3", tmp_path / "fp8")
+    base = empty("Qwen3", converted=False)
+    load_fp8(base, tmp_path / "fp8")
+    model = adapted(base)
+    model.save_pretrained(tmp_path / "adapters")
+    file = tmp_path / "adapters" / "adapter_model.safetensors"
+    whole = file.read_bytes()
+    before = {name: x.clone() for name, x in model.named_parameters() if ".lora_" in name}
+    for size in (0, 4, 100, len(whole) // 2, len(whole) - 1):
+        file.write_bytes(whole[:size])
+        with pytest.raises(SafetensorError):
+            model.load_adapter(tmp_path / "adapters", "default", is_trainable=True)
+        for name, x in model.named_parameters():
+            assert ".lora_" not in name or torch.equal(x, before[name])
+    file.write_bytes(whole)
+    model.load_adapter(tmp_path / "adapters", "default", is_trainable=True)

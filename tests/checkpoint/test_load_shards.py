@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import os
 import re
 import shutil
+import signal
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from blocktensor import CheckpointError, convert, load_fp8, save_fp8, unfreeze
 from blocktensor.checkpoint import load as loading
 from blocktensor.distributed import ColwiseParallel
 from blocktensor.sharding.dtensor import own_part
+from tests.support import ranks
 from tests.support.published import MODELS, TOKENS, arrange, empty, fsdp, local_bytes, written
 from tests.support.ranks import on_ranks
 
@@ -192,6 +195,41 @@ def test_what_one_rank_finds_damaged_stops_all(
         assert all(x.is_meta for x in model.parameters())
     load_fp8(model, folder)
     assert not any(x.is_meta for x in model.parameters())
+
+
+def _load_and_die(folder: Path) -> None:
+    """Load on two ranks, of which the second is killed while it reads."""
+    model = empty("Qwen3-MoE")
+    arrange(model, "FSDP", 2, "cpu")
+    box, asked = loading._box, []
+
+    def read(entry: Any, *at: Any) -> torch.Tensor:
+        asked.append(entry.name)
+        if dist.get_rank() == 1 and len(asked) == 20:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return box(entry, *at)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(loading, "_box", read)
+        with pytest.raises(RuntimeError):
+            load_fp8(model, folder)
+    assert len(asked) > 20  # it has read all of its part
+    assert all(x.is_meta for x in model.parameters())
+
+
+def test_a_rank_that_is_killed_leaves_no_model_half_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks, "_GRACE", 60.0)
+    folder = written("Qwen3-MoE", tmp_path / "fp8")
+    before = {x.name: x.read_bytes() for x in folder.iterdir()}
+    group = ranks._Group(2, "cpu")
+    group.begin(_load_and_die, folder)
+    with pytest.raises(RuntimeError, match="rank 1:\nthe process died") as caught:
+        group.answers()
+    group.close()
+    assert "rank 0" not in str(caught.value)
+    assert {x.name: x.read_bytes() for x in folder.iterdir()} == before
 
 
 class Linear(nn.Module):

@@ -51,6 +51,25 @@ MODELS: dict[str, Callable[[], Any]] = {
 }
 
 
+def _minimax() -> Any:
+    import transformers
+
+    sizes = {**SIZES, "head_dim": 64, "rotary_dim": 64, "num_local_experts": 4}
+    config = transformers.MiniMaxM2Config(
+        **sizes, num_experts_per_tok=2, num_hidden_layers=2, vocab_size=64
+    )
+    made = transformers.MiniMaxM2ForCausalLM(config)
+    made.set_experts_implementation("grouped_mm")
+    return made
+
+
+MORE_MODELS: dict[str, Callable[[], Any]] = {
+    "MiniMax-M2": _minimax,
+    "gpt-oss": lambda: transformers_moe("gpt_oss", **SIZES),
+}
+"""Models that only long runs of tests cut in every way."""
+
+
 def written(kind: str, folder: Path) -> Path:
     """Write an FP8 checkpoint in the published layout: e4m3 matrices, one for each expert."""
     folder.mkdir()
@@ -62,7 +81,7 @@ def written(kind: str, folder: Path) -> Path:
 @functools.cache
 def _files(kind: str) -> dict[str, bytes]:
     """The files of a checkpoint, which a process makes once."""
-    model = MODELS[kind]().bfloat16()
+    model = (MODELS | MORE_MODELS)[kind]().bfloat16()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for x in model.parameters():
@@ -86,7 +105,7 @@ def empty(kind: str, device: str = "cpu", *, converted: bool = True) -> Any:
 @functools.cache
 def _empty(kind: str, device: str) -> Any:
     """The model before its conversion: to make one takes three times as long as to copy it."""
-    model = MODELS[kind]().bfloat16().to(device)
+    model = (MODELS | MORE_MODELS)[kind]().bfloat16().to(device)
     for module in model.modules():
         for name, x in module._parameters.items():
             if x is not None:

@@ -21,6 +21,8 @@ _COUNTS: dict[str, tuple[int | None, str]] = {
     "lora": (None, "rank of adapters on a frozen base"),
 }
 _FLAGS = {
+    "lora_experts": "adapters of experts, too (with --lora)",
+    "expert_parallel": "each GPU holds some experts; FSDP2 shards the rest (with --lora)",
     "fuse": "with blocktensor.fuse",
     "recompute": "fuse(model, recompute=True)",
     "share_inputs": "with blocktensor.share_inputs",

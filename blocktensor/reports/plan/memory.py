@@ -105,10 +105,28 @@ class Run:
         """Return values of the block's weights that run in FP8."""
         return block.fp8_elements if self.fp8 else 0
 
-    def adapters(self, block: Block) -> int:
-        """Return values of the adapters of a block's linear layers."""
+    def is_adapted(self, matmul: Matmul) -> bool:
+        """Return True if a linear layer, or a stack of experts, has an adapter."""
+        return self.setup.lora is not None and (matmul.experts == 1 or self.setup.lora_experts)
+
+    def adapters(self, block: Block, of_experts: bool | None = None) -> int:
+        """Return values of a block's adapters: all of them, those of experts, or the others."""
+        if block is self.model.head:
+            return 0
         rank = self.setup.lora or 0
-        return sum(rank * (m.n + m.k) for m in block.matmuls if m.experts == 1)
+        adapted = (m for m in block.matmuls if self.is_adapted(m))
+        counted = (m for m in adapted if of_experts in (None, m.experts > 1))
+        return sum(rank * (m.n + m.k) * m.experts for m in counted)
+
+    def thin_bytes(self, block: Block) -> float:
+        """Return bytes of experts' adapters, as matmuls read them, that wait for a backward."""
+        parts = self.setup.gpus if self.setup.expert_parallel else 1
+        return _BF16 * self.adapters(block, of_experts=True) / parts
+
+    def own_elements(self, matmul: Matmul) -> float:
+        """Return values of a weight that one GPU multiplies by."""
+        is_cut = self.setup.expert_parallel and matmul.experts > 1
+        return matmul.elements / (self.setup.gpus if is_cut else 1)
 
     @property
     def trainable(self) -> int:
@@ -116,6 +134,13 @@ class Run:
         if self.trains:
             return self.model.parameters
         return sum(map(self.adapters, self.model.blocks))
+
+    @property
+    def reduced(self) -> int:
+        """Values whose gradients are reduced between GPUs."""
+        if not self.setup.expert_parallel:
+            return self.trainable
+        return sum(self.adapters(block, of_experts=False) for block in self.model.blocks)
 
     @property
     def blocks(self) -> tuple[Block, ...]:
@@ -141,9 +166,15 @@ class Run:
     def gathered_bytes(self, block: Block) -> float:
         """Return bytes of a block's weights that FSDP2 has gathered."""
         parameters, fp8 = block.parameters, self.fp8_elements(block)
+        adapters = self.adapters(block)
+        if self.setup.expert_parallel:
+            stacks = [m for m in block.matmuls if m.experts > 1]
+            parameters -= sum(m.elements for m in stacks)
+            fp8 -= sum(m.elements for m in stacks if self.in_fp8(m))
+            adapters = self.adapters(block, of_experts=False)
         if self.setup.gather == "bf16" and self.trains:
             fp8 = 0
-        return fp8 + _BF16 * (parameters - fp8)
+        return fp8 + _BF16 * (parameters - fp8) + self.setup.master_bytes * adapters
 
     def copied_bytes(self) -> float:
         """Return bytes of the bf16 weights that autocast keeps for matmuls until backward."""
@@ -194,13 +225,10 @@ def _input_bytes(readers: list[Matmul], run: Run, in_attention: bool = False) ->
 
     ``in_attention``: attention saves it in bf16 already.
     """
-    first = readers[0]
-    elements, setup, size = first.k * first.rows, run.setup, run.saved_size(_BF16)
-    if not run.trains:  # adapters read it
-        if setup.lora is None or first.experts > 1:
-            return 0.0
-        read = 0.0 if in_attention else size * elements
-        return read + size * setup.lora * len(readers)
+    elements, setup = readers[0].k * readers[0].rows, run.setup
+    size = run.saved_size(_BF16)
+    if not run.trains:
+        return _read_by_adapters(readers, run, in_attention)
     fp8 = [m for m in readers if run.in_fp8(m)]
     total = 0.0
     keeps_input = len(fp8) < len(readers) or (fp8 and setup.recipe.saved_input_format is None)
@@ -209,6 +237,23 @@ def _input_bytes(readers: list[Matmul], run: Run, in_attention: bool = False) ->
     if fp8 and setup.recipe.saved_input_format is not None:
         total += setup.input_bytes * elements * (1 if setup.shares_casts else len(fp8))
     return total
+
+
+def _read_by_adapters(readers: list[Matmul], run: Run, in_attention: bool) -> float:
+    """Return bytes saved of one tensor, and of its products with A, for adapters.
+
+    peft converts x to the dtype of an adapter, fp32 or bf16, for each linear layer. Experts read x
+    in bf16.
+    """
+    adapted, rank = [m for m in readers if run.is_adapted(m)], run.setup.lora or 0
+    elements = readers[0].k * readers[0].rows
+    if not adapted:
+        return 0.0
+    if run.setup.master == "fp32" and readers[0].experts == 1:
+        return run.saved_size(_FP32) * (elements + rank) * len(adapted)
+    size = run.saved_size(_BF16)
+    read = 0.0 if in_attention else size * elements
+    return read + size * rank * readers[0].rows * len(adapted)
 
 
 def _of_mlp(mlp: Mlp, is_fused: bool, run: Run) -> float:
@@ -308,7 +353,7 @@ def _activations(run: Run, held: tuple[Block, ...]) -> float:
     if run.setup.checkpointing == "blocks":
         size = form_bytes(1, BLOCK) if run.packs else run.setup.residual_bytes
         return float(sum(size * tokens * block.width for block in held))
-    return tokens * sum(saved_bytes(block, run) for block in held)
+    return sum(tokens * saved_bytes(block, run) + run.thin_bytes(block) for block in held)
 
 
 def _forms(run: Run, held: tuple[Block, ...]) -> float:
@@ -349,7 +394,7 @@ def _block(run: Run, last: bool) -> Memory:
     parts[FORMS], parts[ACTIVATIONS] = _forms(run, waiting), _activations(run, waiting)
     if setup.checkpointing == "blocks":
         parts[FORMS] += run.form_bytes(block)
-        parts[ACTIVATIONS] += setup.tokens * saved_bytes(block, run)
+        parts[ACTIVATIONS] += setup.tokens * saved_bytes(block, run) + run.thin_bytes(block)
     parts[GATHERED] = _gathered(run, 2)
     # the gradient of the block's output, and of a model without a head the output
     parts[HEAD] = _BF16 * setup.tokens * block.width * (1.0 if model.head is not None else 2.0)
@@ -362,6 +407,8 @@ def _block(run: Run, last: bool) -> Memory:
         of_head += 0 if model.head is None else model.head.parameters
         done = of_head if last else model.parameters - block.parameters - embedding
         parts[GRADIENTS] = done * setup.master_bytes / setup.shards
+    if not (run.trains or last):  # of all adapters
+        parts[GRADIENTS] = run.trainable * setup.master_bytes / setup.shards
     return Memory(f"the backward of the {'last' if last else 'first'} block", parts)
 
 

@@ -14,7 +14,9 @@ from .memory import Run, peak
 from .models import model_of
 from .report import Alternative, Estimate, Part, TrainingPlan
 from .setup import (
+    CAPACITY,
     NODE,
+    USABLE,
     CardName,
     Checkpointing,
     Compile,
@@ -29,6 +31,9 @@ from .speed import flops, step
 
 MOST_GPUS = 64
 """The most GPUs that are tried."""
+
+MOST_THOUSANDS = 2**14
+"""The longest sequence that is tried, in 1,024 tokens."""
 
 
 def plan(
@@ -46,6 +51,8 @@ def plan(
     master: Master = "fp32",
     checkpointing: Checkpointing = "none",
     lora: int | None = None,
+    lora_experts: bool = False,
+    expert_parallel: bool = False,
     fuse: bool = False,
     recompute: bool = False,
     share_inputs: bool = False,
@@ -82,6 +89,10 @@ def plan(
         master: dtype of the trainable parameters.
         checkpointing: ``"blocks"``: blocks run again in the backward.
         lora: rank of adapters on all linear layers of blocks. The base is frozen, in FP8 or bf16.
+            ``master`` is their dtype.
+        lora_experts: stacks of experts have adapters of this rank, too.
+        expert_parallel: with ``lora`` and FSDP2, each GPU holds some experts of each layer, to
+            which tokens are sent; FSDP2 shards the rest.
         fuse: the run calls ``blocktensor.fuse``.
         recompute: it calls ``fuse(model, recompute=True)``.
         share_inputs: it calls ``blocktensor.share_inputs``.
@@ -123,6 +134,8 @@ def plan(
         master=master,
         checkpointing=checkpointing,
         lora=lora,
+        lora_experts=lora_experts,
+        expert_parallel=expert_parallel,
         fuse=fuse,
         recompute=recompute,
         share_inputs=share_inputs,
@@ -145,6 +158,8 @@ def plan(
         setup,
         estimate(described, setup, fp8=False),
         fp8,
+        longest_sequence(described, setup, fp8=False),
+        longest_sequence(described, setup, fp8=True),
         others,
         (*described.notes, *_notes(described, setup)),
     )
@@ -163,14 +178,35 @@ def estimate(model: Description, setup: Setup, fp8: bool) -> Estimate:
     )
 
 
+def longest_sequence(model: Description, setup: Setup, fp8: bool) -> int:
+    """Return the most tokens of a sequence, a multiple of 1,024, with which a run fits; or 0."""
+
+    def fits(thousands: int) -> bool:
+        changed = setup.changed(sequence=1024 * thousands)
+        return peak(Run(model, changed, fp8)).total <= USABLE * CAPACITY[setup.card]
+
+    if not fits(1):
+        return 0
+    low = 1
+    while low < MOST_THOUSANDS and fits(2 * low):
+        low *= 2
+    step = low // 2
+    while step:
+        low += step if fits(low + step) else 0
+        step //= 2
+    return 1024 * low
+
+
 def _notes(model: Description, setup: Setup) -> Iterator[str]:
     if setup.gpus > NODE:
         yield f"communication between nodes of {NODE} GPUs is not counted"
     elif setup.gpus > 2:
         yield "communication is counted at the rate that was measured on two GPUs"
     stacks = any(m.experts > 1 for block in model.blocks for m in block.matmuls)
-    if setup.lora is not None and stacks:
+    if setup.lora is not None and stacks and not setup.lora_experts:
         yield "experts get no adapters"
+    if setup.expert_parallel:
+        yield "tokens are counted as spread evenly over the GPUs, and no run of many was measured"
     if setup.optimizer == "adamw" and setup.master == "bf16":
         yield "the states of AdamW are in bf16, as its parameters"
     if setup.autocasts:

@@ -83,6 +83,8 @@ class TrainingPlan(Report):
         parameters: values of all parameters.
         setup: the run.
         bf16, fp8: the estimates.
+        longest_bf16, longest_fp8: the most tokens of a sequence, a multiple of 1,024, with which
+            this many sequences fit; 0 if none does.
         alternatives: changes that make it fit; empty if it fits in FP8, or if none does.
         notes: what the estimates leave out.
     """
@@ -92,6 +94,8 @@ class TrainingPlan(Report):
     setup: Setup
     bf16: Estimate
     fp8: Estimate
+    longest_bf16: int = 0
+    longest_fp8: int = 0
     alternatives: tuple[Alternative, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -129,7 +133,9 @@ class TrainingPlan(Report):
     def _title(self) -> list[str]:
         setup = self.setup
         how = {"fsdp2": "FSDP2", "none": "one GPU" if setup.gpus == 1 else "DDP"}[setup.sharding]
+        how += " and expert parallelism" if setup.expert_parallel else ""
         lora = f", LoRA of rank {setup.lora} on a frozen base" if setup.lora is not None else ""
+        lora += ", experts too" if setup.lora_experts else ""
         times = f", {setup.microbatches} microbatches" if setup.microbatches > 1 else ""
         return [
             f"{self.model}: {self.parameters / 1e9:.2f}B parameters{lora}",
@@ -145,6 +151,8 @@ class TrainingPlan(Report):
         rows.append(("peak", *(f"{x / _GIB:.2f}" for x in peaks)))
         share = f"of {self.setup.card}'s {capacity / _GIB:.1f} GiB"
         rows.append((share, *(f"{100 * x / capacity:.0f}%" for x in peaks)))
+        longest = (self.longest_bf16, self.longest_fp8)
+        rows.append(("longest sequence", *(f"{x:,}" if x else "none" for x in longest)))
         return Table(("memory of a GPU, GiB", "bf16", "FP8"), rows)
 
     def _time(self) -> Table:

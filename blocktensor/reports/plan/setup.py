@@ -44,6 +44,8 @@ class Setup:
     master: Master = "fp32"
     checkpointing: Checkpointing = "none"
     lora: int | None = None
+    lora_experts: bool = False
+    expert_parallel: bool = False
     fuse: bool = False
     recompute: bool = False
     share_inputs: bool = False
@@ -79,6 +81,14 @@ class Setup:
         if self.lora is not None and self.fuse:
             raise ValueError(
                 "fuse leaves linear layers with adapters alone: pass fuse=False with lora"
+            )
+        if self.lora is None and (self.lora_experts or self.expert_parallel):
+            name = "lora_experts" if self.lora_experts else "expert_parallel"
+            raise ValueError(f"{name}=True is counted for adapters alone: pass lora=rank too")
+        if self.expert_parallel and self.sharding != "fsdp2":
+            raise ValueError(
+                f"expert_parallel=True with sharding={self.sharding!r}: FSDP2 shards all but the "
+                f"experts: pass sharding='fsdp2', and several GPUs"
             )
         if self.recompute and not self.fuse:
             raise ValueError("recompute=True is an option of fuse: pass fuse=True too")
@@ -146,6 +156,8 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(
         (
             "reshard",
+            "lora_experts",
+            "expert_parallel",
             "fuse",
             "recompute",
             "share_inputs",

@@ -25,6 +25,7 @@ from .setup import NODE, form_bytes
 FPROP, DGRAD, WGRAD = "fprop", "dgrad", "wgrad"
 CASTS, ATTENTION, ELEMENTWISE = "casts", "attention", "norms, activations, sums"
 ROUTING, ADAPTERS, HEAD = "routing of tokens", "adapters", "head and loss"
+SENT = "tokens sent to experts"
 RECOMPUTED, OPTIMIZER, SHARDS = "forwards again", "optimizer", "copies of shards"
 ACCUMULATED = "sums of microbatches"
 EXPOSED, HOST = "waiting for other GPUs", "waiting for the host"
@@ -36,6 +37,7 @@ PARTS = (
     ATTENTION,
     ELEMENTWISE,
     ROUTING,
+    SENT,
     ADAPTERS,
     HEAD,
     RECOMPUTED,
@@ -68,6 +70,10 @@ ROUTING_US = {"written out": 49e-6, "fused": 28e-6}
 """Microseconds for each feature of a routed row: sorts, gathers, weighted sums, and the backward of
 gathers, which adds rows atomically. What Qwen3-MoE steps in experts.json and h100/experts.json take
 longer than all other parts; the same on both cards."""
+
+
+FP32_FLOPS = 60e6
+"""FLOPs a microsecond of matmuls in fp32 without TF32; NVIDIA states 67e6 for both cards."""
 
 
 class Grouped(NamedTuple):
@@ -184,6 +190,7 @@ def _block(block: Block, run: Run) -> dict[str, float]:
     rate = RATES[setup.card].bytes
     parts[ELEMENTWISE] = setup.tokens * _elementwise(block, run) / rate
     parts[ROUTING] = setup.tokens * _routing(block, run)
+    parts[SENT] = _sent(block, run)
     parts[ADAPTERS] = _adapters(block, run)
     if setup.checkpointing == "blocks":
         forward = parts[FPROP] + parts[ATTENTION] * 2 / 7
@@ -222,7 +229,7 @@ def _dense(kind: str, sizes: tuple[int, int, int], in_fp8: bool, run: Run) -> fl
 def _grouped(kind: str, rows: int, matmul: Matmul, run: Run) -> float:
     in_fp8 = run.in_fp8(matmul)
     size = 1 if in_fp8 else _BF16
-    n, k, elements = matmul.n, matmul.k, matmul.elements
+    n, k, elements = matmul.n, matmul.k, run.own_elements(matmul)
     if kind == WGRAD:
         moved = rows * (n + k) * size + elements * _BF16
         slow = in_fp8 and run.setup.recipe.wgrad_input == "1x128"
@@ -286,7 +293,7 @@ def _weight_cast(matmul: Matmul, run: Run) -> float:
     Under FSDP2 each rank reads its rows twice, for the amax and for the cast, and casts again for
     the backward if the weight was resharded.
     """
-    setup, elements = run.setup, matmul.elements
+    setup, elements = run.setup, run.own_elements(matmul)
     transposed = 2.0 * elements
     if not run.trains:
         return transposed
@@ -341,20 +348,39 @@ def _routing(block: Block, run: Run) -> float:
 
 def _adapters(block: Block, run: Run) -> float:
     """Return microseconds of LoRA's matmuls and sums."""
-    rank, setup = run.setup.lora, run.setup
-    if rank is None:
-        return 0.0
-    card, total = CARDS[setup.card], 0.0
+    setup, rank = run.setup, run.setup.lora or 0
+    card, rate, total = CARDS[setup.card], RATES[setup.card].bytes, 0.0
     for m in block.matmuls:
-        if m.experts > 1:
+        if not run.is_adapted(m):
             continue
-        for sizes in ((setup.tokens, rank, m.k), (setup.tokens, m.n, rank)):
+        rows = round(setup.tokens * m.rows)
+        if m.experts == 1 and setup.master == "fp32":
+            total += rows * (30 * m.k + 50 * m.n) / rate  # as peft's ops read and write fp32
+            total += 6 * rows * rank * (m.n + m.k) / FP32_FLOPS
+            continue
+        for sizes in ((rows, rank, m.k), (rows, m.n, rank)):
             us = bf16_matmul_us(*sizes, card)
-            moved = _BF16 * setup.tokens * (sizes[1] + sizes[2])
-            total += 3 * max(us, moved / RATES[setup.card].bytes)
-        # the sums with the output of the base, and of gradients of the input
-        total += _BF16 * setup.tokens * 3 * (m.n + m.k) / RATES[setup.card].bytes
+            moved = _BF16 * rows * (sizes[1] + sizes[2])
+            total += 3 * max(us, moved / rate)
+        if m.experts == 1:
+            # the sums with the output of the base, and of gradients of the input
+            total += _BF16 * rows * 3 * (m.n + m.k) / rate
     return total
+
+
+def _sent(block: Block, run: Run) -> float:
+    """Return microseconds in which tokens and outputs of experts travel between GPUs.
+
+    A row for each expert of a token goes there and back, in bf16, and so does its gradient. Groups
+    of GPUs are taken to get equally many.
+    """
+    setup = run.setup
+    if not setup.expert_parallel or setup.gpus > NODE:
+        return 0.0
+    ways = 6 if setup.checkpointing == "blocks" else 4
+    features = sum(mlp.width * mlp.rows for mlp in block.mlps if mlp.is_stack)
+    others = (setup.gpus - 1) / setup.gpus
+    return ways * _BF16 * setup.tokens * features * others / LINK_BYTES
 
 
 def _head(run: Run) -> float:
@@ -406,7 +432,7 @@ def _copies(run: Run) -> float:
     in_fp8 = sum(run.fp8_elements(x) for x in run.blocks) if setup.gather == "fp8" else 0
     plain = (run.model.parameters - in_fp8) / setup.shards
     moved = _gathers(run) * (2 * gathered + plain * (setup.master_bytes + _BF16))
-    moved += run.trainable * (_BF16 + _FP32)
+    moved += run.reduced * (_BF16 + _FP32)
     return moved / STREAM_BYTES[setup.card]
 
 
@@ -431,11 +457,11 @@ def _exposed(run: Run, computing: float) -> float:
     fraction = (setup.gpus - 1) / setup.gpus
     embedding = run.model.embedding
     if not setup.is_sharded:  # an all-reduce of gradients sends each twice
-        sent = 2 * fraction * run.trainable * setup.master_bytes / LINK_BYTES
+        sent = 2 * fraction * run.reduced * setup.master_bytes / LINK_BYTES
         last = 2 * fraction * (embedding if run.trains else 0) * setup.master_bytes / LINK_BYTES
         return last + max(0.0, sent - last - computing)
     gathered = sum(run.gathered_bytes(block) for block in run.blocks)
-    sent = _gathers(run) * gathered + _BF16 * embedding + _FP32 * run.trainable
+    sent = _gathers(run) * gathered + _BF16 * embedding + _FP32 * run.reduced
     ends = _BF16 * embedding + (_FP32 * embedding if run.trains else 0)
     return (
         fraction * (ends + max(0.0, sent - ends - computing * LINK_BYTES / fraction)) / LINK_BYTES

@@ -114,3 +114,56 @@ def test_what_lowers_memory_does() -> None:
 def test_cards_are_those_of_their_names() -> None:
     assert CAPACITY["H100"] < 80e9 * 1.1
     assert 140e9 < CAPACITY["H200"] < 141e9 * 1.1
+
+
+@pytest.mark.parametrize("master", ["fp32", "bf16"])
+def test_adapters_of_linear_layers_save_what_is_counted(master: Any) -> None:
+    """In peft's own layers, on frozen MLPs."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    model = nn.Sequential(llama.MLP(SHAPE), llama.MLP(SHAPE)).bfloat16().requires_grad_(False)
+    run = run_of(model, lora=8, master=master)
+    bt.convert(model, skip_small=False)
+    names = [name for name, x in model.named_modules() if isinstance(x, nn.Linear)]
+    adapted = peft.get_peft_model(
+        model,
+        peft.LoraConfig(r=8, target_modules=names),
+        autocast_adapter_dtype=master == "fp32",
+    )
+    x = torch.randn(2, 256, SHAPE.dim, dtype=torch.bfloat16, requires_grad=True)
+    saved = saved_by_autograd(adapted, adapted, x)
+    counted = run.setup.tokens * sum(memory.saved_bytes(b, run) for b in run.model.blocks)
+    assert counted == pytest.approx(saved, rel=0.01)
+
+
+@pytest.mark.parametrize("master", ["fp32", "bf16"])
+def test_adapters_of_experts_save_what_is_counted(master: Any) -> None:
+    """Beyond what the frozen model saves without them."""
+    peft = pytest.importorskip("peft")
+    pytest.importorskip("transformers")
+    from tests.support.moe_models import TOKENS, transformers_moe
+
+    tokens = TOKENS.repeat(8, 4)
+
+    def saved_with(lora: bool) -> tuple[int, Any]:
+        model = transformers_moe("qwen3").bfloat16().requires_grad_(False)
+        settings = {"lora": 16, "lora_experts": True} if lora else {}
+        run = run_of(model, batch=1, sequence=tokens.numel(), master=master, **settings)
+        bt.convert(model, skip_small=False)
+        if lora:
+            stacks = ["experts.gate_up_proj", "experts.down_proj"]
+            config = peft.LoraConfig(r=16, target_modules=[], target_parameters=stacks)
+            made = peft.get_peft_model(model, config, autocast_adapter_dtype=master == "fp32")
+        else:
+            made = model
+        model.get_input_embeddings().register_forward_hook(lambda *x: x[-1].requires_grad_())
+        return saved_by_autograd(made, lambda x: made(x).logits, tokens), run
+
+    (less, _), (more, run) = saved_with(False), saved_with(True)
+    counted = 0.0
+    for block in run.model.blocks:
+        counted += run.thin_bytes(block)
+        for readers in block.groups().values():
+            if readers[0].experts > 1:
+                counted += run.setup.tokens * memory._read_by_adapters(readers, run, False)
+    assert counted == pytest.approx(more - less, rel=0.02)

@@ -48,6 +48,7 @@ head and logits       11.93  11.93
 cuBLAS workspaces     0.06   0.06
 peak                  92.28  87.58
 of H100's 79.1 GiB    117%   111%
+longest sequence      5,120  5,120
 
 time of a step, ms        bf16   FP8
 ------------------------  -----  ------
@@ -74,8 +75,7 @@ checkpointing of blocks                         62.6       9,584
 checkpointing, loss in chunks                   62.1       9,881
 8-bit AdamW                                     65.1       12,281
 masters in bf16                                 65.1       12,841
-LoRA of rank 16                                 51.7       15,285
-LoRA of rank 16, checkpointing, loss in chunks  11.0       11,772
+LoRA of rank 16, checkpointing, loss in chunks  11.0       7,890
 H200                                            87.6       12,865
 4 GPUs, FSDP2                                   65.1       12,798
 4 GPUs, FSDP2, checkpointing, loss in chunks    32.9       10,615""",
@@ -204,6 +204,9 @@ def test_converted_models_are_planned_as_they_were() -> None:
         ({"recompute": True}, "is an option of fuse: pass fuse=True too"),
         ({"loss": "chunks"}, "is the loss of a head in FP8: pass convert_head=True too"),
         ({"lora": 8, "fuse": True}, "pass fuse=False with lora"),
+        ({"lora_experts": True}, "lora_experts=True is counted for adapters alone: pass lora"),
+        ({"expert_parallel": True}, "expert_parallel=True is counted for adapters alone"),
+        ({"lora": 8, "expert_parallel": True}, "FSDP2 shards all but the experts"),
     ],
 )
 def test_settings_that_are_refused(settings: dict[str, Any], message: str) -> None:
@@ -259,3 +262,46 @@ def test_a_folder_without_a_config(tmp_path: Path) -> None:
 def test_known_ids_have_short_names_of_their_own() -> None:
     short = [name.rpartition("/")[2].lower() for name in KNOWN]
     assert len(set(short)) == len(KNOWN)
+
+
+def test_experts_that_each_gpu_holds_are_not_gathered() -> None:
+    """Tokens travel in their place; adapters of experts are cut as well."""
+    pytest.importorskip("transformers")
+    sizes = {"num_hidden_layers": 4}
+    common: dict[str, Any] = {"gpus": 8, "lora": 8, "card": "H200", "sizes": sizes}
+    none, gathered, cut = (
+        plan("Qwen3-30B-A3B", **common, **more)
+        for more in (
+            {},
+            {"lora_experts": True},
+            {"lora_experts": True, "expert_parallel": True},
+        )
+    )
+
+    def part(report: TrainingPlan, name: str) -> float:
+        parts = (*report.fp8.memory, *report.fp8.time)
+        return next(x.value for x in parts if x.name == name)
+
+    experts = 4 * 3 * 768 * 2048 * 128
+    adapters = 4 * 128 * 8 * (2 * 768 + 2048 + 768 + 2048)
+    more = part(gathered, "weights") - part(none, "weights")
+    assert more == pytest.approx(4 * adapters / 8)
+    less = part(gathered, "gathered weights") - part(cut, "gathered weights")
+    assert less == pytest.approx((experts + 4 * adapters) / 4)  # of one block
+    assert part(cut, "tokens sent to experts") > 0 == part(gathered, "tokens sent to experts")
+    assert part(cut, "casts") < part(gathered, "casts")
+    assert any("experts get no adapters" in x for x in none.notes)
+    assert not any("experts get no adapters" in x for x in cut.notes)
+    assert "FSDP2 and expert parallelism" in str(cut) and "experts too" in str(cut)
+
+
+def test_the_longest_sequence_is_the_last_that_fits() -> None:
+    model = nn.Sequential(*(nn.Linear(4096, 4096, device="meta") for _ in range(4)))
+    longest = plan(model).longest_fp8
+    assert longest % 1024 == 0
+    assert plan(model, sequence=longest).fits and not plan(model, sequence=longest + 1024).fits
+    with torch.device("meta"):
+        huge = nn.Sequential(*(nn.Linear(65536, 65536) for _ in range(4)))
+    report = plan(huge)
+    assert report.longest_fp8 == report.longest_bf16 == 0
+    assert re.search(r"longest sequence +none +none", str(report))
