@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import suppress
 
 # cuBLAS refuses deterministic mode (see `poisoned_memory`) without this, read at its first use.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -69,6 +71,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="watches what Python alone does"))
         if needed > found:
             item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA GPU(s), found {found}"))
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Compile player.cpp while the workers collect: all of them would wait for the first test."""
+    is_worker = hasattr(session.config, "workerinput")
+    if not is_worker and session.config.getoption("numprocesses", None):
+        threading.Thread(target=_build_player, daemon=True).start()
+
+
+def _build_player() -> None:
+    with suppress(ImportError, build_player.CannotBuild):  # tests that need it say so
+        build_player.built()
 
 
 def pytest_collection_finish() -> None:

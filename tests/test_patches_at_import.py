@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import pickle
-import subprocess
-import sys
+import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -15,6 +13,7 @@ from torch import nn
 
 from blocktensor import convert
 from blocktensor.patches import PATCHES
+from tests.support import ranks
 
 ROOT = Path(__file__).parents[1]
 
@@ -58,22 +57,34 @@ IMPORTED = changes(before)
 """
 """What a process says that has imported all libraries before this one."""
 
+BEGIN = f"""
+import os, sys
+assert "blocktensor" not in sys.modules
+os.environ.update(environment)
+os.chdir({str(ROOT)!r})
+sys.path.insert(0, {str(ROOT)!r})
+sys.argv[1:] = arguments
+sys.stdout, sys.stderr = (open(os.path.join(folder, name), "w") for name in ("stdout", "stderr"))
+exec(code, {{"__name__": "__main__"}})
+"""
+"""The beginning of a process that is forked from the server of ranks."""
+
 REGISTERED = ["torch._weights_only_unpickler:_marked_safe_globals_set"]
 """Types of this package that torch.load(weights_only=True) accepts."""
 
 
 def process(code: str, *arguments: str, **environment: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    """Return what ``code`` prints in a process that has imported other libraries alone."""
+    with tempfile.TemporaryDirectory() as folder:
+        given = {"code": code, "folder": folder, "arguments": arguments, "environment": environment}
+        started = ranks.forking().Process(target=exec, args=(BEGIN, given))
+        started.start()
+        started.join(ranks.TIMEOUT)
+        started.kill()
+        started.join()
+        printed, errors = (Path(folder, name).read_text() for name in ("stdout", "stderr"))
+    assert started.exitcode == 0, errors
+    return printed.strip()
 
 
 def test_an_import_changes_nothing_and_a_conversion_what_it_needs() -> None:
@@ -208,7 +219,7 @@ def pickles(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_processes_that_convert_nothing(pickles: str) -> None:
-    """Each use has a process of its own, forked from one that has imported torch alone."""
+    """Each use has a process of its own, forked from one that has not imported this package."""
     code = f"""{MOVED}
 import os, traceback
 for use, code in {FIRST_USES!r}.items():

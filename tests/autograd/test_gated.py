@@ -37,6 +37,7 @@ from tests.support.linear_ways import (
     ROWS,
     function_of,
     gone_when,
+    run_linears,
     storage_is_gone,
     way_of_linears,
 )
@@ -47,13 +48,24 @@ __all__ = ["afresh", "way_of_linears"]
 RECIPES = (FP32_SCALES, POWER_OF_TWO, X_IN_POWERS, ROWS, HIGH, Recipe(cache_weight=False))
 
 
+@functools.cache
+def unfused_results(kind: Kind, recipe: Recipe, device: torch.device) -> list[list[Tensor | None]]:
+    """Results of one product at a time, op by op: of an x with one use, and with another one."""
+    with pytest.MonkeyPatch.context() as patch:
+        run_linears("op by op", patch)
+        x, operands = kind.inputs(device=device), kind.weights(recipe, device=device)
+        return [results(kind.unfused, x, operands, again) for again in (False, True)]
+
+
 @whether_recomputed
 @pytest.mark.parametrize("recipe", RECIPES, ids=range(len(RECIPES)))
 @every_kind
 @pytest.mark.usefixtures("way_of_linears")
 def test_bits(kind: Kind, recipe: Recipe, recompute: bool, device: torch.device) -> None:
-    operands = kind.weights(recipe, device=device)
-    kind.assert_same_bits(kind.inputs(device=device), operands, recompute=recompute)
+    x, operands = kind.inputs(device=device), kind.weights(recipe, device=device)
+    run = functools.partial(kind.fused, recompute=recompute)
+    for again, wanted in zip((False, True), unfused_results(kind, recipe, device), strict=True):
+        assert_bits(results(run, x, operands, again), wanted)
 
 
 @pytest.mark.parametrize("frozen", [(), (0,), (2,)])

@@ -127,7 +127,7 @@ def run_both_ways(program: Program) -> None:
 @pytest.mark.parametrize("part", range(4))
 def test_programs_on_a_cpu(part: int) -> None:
     for seed in range(part, 24, 4):
-        run_both_ways(Program(seed, "cpu", widths=(128, 160, 512)))
+        run_both_ways(Program(seed, "cpu", widths=(128, 160, 256)))
     assert Recording.repeated > 50
 
 
