@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from transformers.distributed.expert_parallel import AllToAllEP, EPImplementationInterface
 
-from ...tensor_parallel.all_to_all import all_to_all_fp8
 from ...recipe import Recipe
 from ...sharding.dtensor import fp8_part
+from ...tensor_parallel.all_to_all import all_to_all_fp8
 
 NAME = "all_to_all_fp8"
 
