@@ -4,8 +4,7 @@
 :class:`RowwiseParallel` and :class:`PrepareModuleInput` are styles for ``parallelize_module``.
 :func:`all_to_all_fp8` sends tokens to experts on other ranks.
 
-Public: the names below. Their modules, in ``expert_parallel`` and ``tensor_parallel``, are
-internal.
+Public: the names below. Their modules, ``sharding`` and ``tensor_parallel``, are internal.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .expert_parallel.all_to_all import all_to_all_fp8
+    from .tensor_parallel.all_to_all import all_to_all_fp8
     from .tensor_parallel.prepare_input import PrepareModuleInput
     from .tensor_parallel.styles import ColwiseParallel, RowwiseParallel
 
@@ -25,11 +24,11 @@ __all__ = [
     "all_to_all_fp8",
 ]
 
-_HOMES = {
-    "ColwiseParallel": "tensor_parallel.styles",
-    "PrepareModuleInput": "tensor_parallel.prepare_input",
-    "RowwiseParallel": "tensor_parallel.styles",
-    "all_to_all_fp8": "expert_parallel.all_to_all",
+_MODULES = {
+    "ColwiseParallel": "styles",
+    "PrepareModuleInput": "prepare_input",
+    "RowwiseParallel": "styles",
+    "all_to_all_fp8": "all_to_all",
 }
 
 
@@ -39,6 +38,6 @@ def __dir__() -> list[str]:
 
 def __getattr__(name: str) -> Any:
     """Import at the first use: DTensor would double the time of ``import blocktensor``."""
-    if name in _HOMES:
-        return getattr(import_module(f".{_HOMES[name]}", __package__), name)
+    if name in _MODULES:
+        return getattr(import_module(f".tensor_parallel.{_MODULES[name]}", __package__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

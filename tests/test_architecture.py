@@ -37,7 +37,6 @@ RANKS = (
     "blocktensor.functional",
     "blocktensor.overrides",
     "blocktensor.tensor_parallel",
-    "blocktensor.expert_parallel",
     "blocktensor.autograd",
     "blocktensor.sharding.whole",
     "blocktensor.sharding.cuts",

@@ -51,8 +51,8 @@ class Model(nn.Module):
 def made() -> nn.Module:
     with torch.device("meta"):
         model = Model()
-    convert(model, WEIGHTS_IN_POWERS, stacks={"experts": ["gate_up_proj", "down_proj"]},
-            skip_small=False)  # fmt: skip
+    stacks = {"experts": ["gate_up_proj", "down_proj"]}
+    convert(model, WEIGHTS_IN_POWERS, stacks=stacks, skip_small=False)
     return model
 
 

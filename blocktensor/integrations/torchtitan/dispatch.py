@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torchtitan.models.common.moe import RoutedExperts
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, LocalTokenDispatcher
 
-from ...expert_parallel.all_to_all import all_to_all_fp8
 from ...sharding.dtensor import fp8_part
 from ...tensor.fp8_tensor import BlockwiseFP8Tensor
+from ...tensor_parallel.all_to_all import all_to_all_fp8
 
 
 def dispatch_in_fp8(model: nn.Module) -> list[str]:

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from transformers.distributed.expert_parallel import AllToAllEP, EPImplementationInterface
 
-from ...expert_parallel.all_to_all import all_to_all_fp8
 from ...recipe import Recipe
 from ...sharding.dtensor import fp8_part
+from ...tensor_parallel.all_to_all import all_to_all_fp8
 
 NAME = "all_to_all_fp8"
 
@@ -37,9 +37,7 @@ class AllToAllFP8EP(AllToAllEP):
                 f"tp_size=1, or ep_implementation='all_to_all'"
             )
 
-    def __call__(
-        self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
-    ) -> Tensor:
+    def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Return the weighted sum of the experts' outputs for each token of this rank."""
         experts = self._experts
         was_cut = experts._is_expert_parallel

@@ -35,8 +35,8 @@ def _gather(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 def _rows(func: Any, x: Tensor, index: Tensor | None) -> BlockwiseFP8Tensor:
     """Return the rows ``index`` of tokens; refuse other picks.
 
-    Blocks of one row lie within it. Columnwise blocks lie along the rows: those of the result are
-    derived later. So it holds none.
+    Blocks of one row lie within it. Columnwise blocks lie along the rows, so that the result holds
+    none: they are derived later.
     """
     if isinstance(x, BlockwiseFP8Tensor) and x.format.transposes and x.ndim > 2:
         refuse_to_pick(func, x, ".dequantize()")

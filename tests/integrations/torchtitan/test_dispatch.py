@@ -66,7 +66,7 @@ def test_tokens_sent_in_fp8(tmp_path: Path) -> None:
         assert_close(rank["compiled"], losses, steps=2)
         assert {dtype for dtype, _ in plain} == {torch.bfloat16}
         assert len(wires) == len(plain) > 0
-        in_bytes = [size / of for (dtype, size), (_, of) in zip(wires, plain, strict=True)
-                    if dtype == torch.uint8]  # fmt: skip
+        pairs = zip(wires, plain, strict=True)
+        in_bytes = [size / of for (dtype, size), (_, of) in pairs if dtype == torch.uint8]
         assert len(in_bytes) * 4 == len(wires)
         assert all(share <= 0.53 for share in in_bytes)  # of 256 features, and other routes

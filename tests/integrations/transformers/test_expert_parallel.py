@@ -24,12 +24,10 @@ from tests.support.ranks import on_ranks
 
 def tiny(recipe: Recipe | None) -> Any:
     torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        hidden_size=128, intermediate_size=128, moe_intermediate_size=128, num_hidden_layers=1,
-        num_attention_heads=2, num_key_value_heads=2, head_dim=64, vocab_size=64, num_experts=4,
-        num_experts_per_tok=2,
-    )  # fmt: skip
-    model = Qwen3MoeForCausalLM(config).bfloat16()
+    sizes = dict.fromkeys(("hidden_size", "intermediate_size", "moe_intermediate_size"), 128)
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 64}
+    others = {"num_hidden_layers": 1, "vocab_size": 64, "num_experts": 4, "num_experts_per_tok": 2}
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **heads, **others)).bfloat16()
     if recipe is not None:
         convert(model, recipe, skip_small=False)
     return model

@@ -154,10 +154,9 @@ class _AllToAll(torch.autograd.Function):
         rows = _exchanged(packed(row), arriving, leaving, group)
         k = x.shape[1]
         made = unpacked(rows, k, row.format)
-        return BlockwiseFP8Tensor(
-            made, None, shape=(rows.shape[0], k), dtype=x.dtype, recipe=recipe,
-            formats=(row.format, recipe.wgrad_input_format or row.format),
-        )  # fmt: skip
+        formats = row.format, recipe.wgrad_input_format or row.format
+        how: Any = {"dtype": x.dtype, "recipe": recipe, "formats": formats}
+        return BlockwiseFP8Tensor(made, None, shape=(rows.shape[0], k), **how)
 
     @staticmethod
     @once_differentiable

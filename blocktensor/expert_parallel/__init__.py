@@ -1,1 +1,0 @@
-"""Internal: tokens that travel to their experts. ``blocktensor.distributed`` is public."""
