@@ -20,12 +20,12 @@ from tests.support.models import complaint
 
 def test_the_defaults() -> None:
     values = "scale='fp32', cache_weight='backward', wgrad_input='128x128', batch_invariant=False"
-    assert repr(Recipe()) == f"Recipe({values})"
+    assert repr(Recipe()) == f"Recipe({values}, backward='fp8', weight_grid=None)"
 
 
 @pytest.mark.parametrize(("scale", "power_of_two"), [("fp32", False), ("power_of_two", True)])
 @pytest.mark.parametrize("cache_weight", [False, "backward"])
-@pytest.mark.parametrize("wgrad_input", ["1x128", "128x128", "high_precision"])
+@pytest.mark.parametrize("wgrad_input", ["1x128", "128x128", "high_precision", "dequantized"])
 def test_every_choice_is_a_value(
     scale: Any, power_of_two: bool, cache_weight: Any, wgrad_input: Any
 ) -> None:
@@ -57,14 +57,18 @@ def test_named_recipes_are_frozen() -> None:
         *(("cache_weight", v) for v in ("step", None, 1, 0, True)),
         *(("wgrad_input", v) for v in ("bf16", None, (128, 128), "128x1")),
         *(("batch_invariant", v) for v in ("yes", None, 1)),
+        *(("backward", v) for v in ("bf16", None, True)),
+        *(("weight_grid", v) for v in ("nvfp4", False, 4)),
     ],
 )
 def test_other_values_are_refused(name: str, value: Any) -> None:
     choices = {
         "scale": "'fp32', 'power_of_two', or a blocktensor.Scales",
         "cache_weight": "'backward', False",
-        "wgrad_input": "'1x128', '128x128', 'high_precision'",
+        "wgrad_input": "'1x128', '128x128', 'high_precision', 'dequantized'",
         "batch_invariant": "False, True",
+        "backward": "'fp8', 'high_precision', 'dequantized'",
+        "weight_grid": "None, 'mxfp4', 'mxfp4_kn'",
     }
     text = complaint(ValueError, lambda: Recipe(**{name: value}))
     assert text.replace("\n", " ") == f"Recipe({name}={value!r}): expected one of {choices[name]}"

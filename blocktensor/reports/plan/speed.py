@@ -218,7 +218,8 @@ def _dense(kind: str, sizes: tuple[int, int, int], in_fp8: bool, run: Run) -> fl
     a_format = recipe.activation_format if kind == FPROP else recipe.gradient_format
     if kind == WGRAD:
         b_format = recipe.wgrad_input_format
-    if not in_fp8 or b_format is None:
+    is_plain = kind != FPROP and recipe.backward != "fp8"
+    if not in_fp8 or is_plain or b_format is None:
         return bf16_matmul_us(*sizes, card)
     m, n, k = sizes
     k = columnwise_width(k, b_format) if kind == WGRAD else k
@@ -227,7 +228,8 @@ def _dense(kind: str, sizes: tuple[int, int, int], in_fp8: bool, run: Run) -> fl
 
 
 def _grouped(kind: str, rows: int, matmul: Matmul, run: Run) -> float:
-    in_fp8 = run.in_fp8(matmul)
+    is_plain = kind != FPROP and run.setup.recipe.backward != "fp8"
+    in_fp8 = run.in_fp8(matmul) and not is_plain
     size = 1 if in_fp8 else _BF16
     n, k, elements = matmul.n, matmul.k, run.own_elements(matmul)
     if kind == WGRAD:
