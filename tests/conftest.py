@@ -32,6 +32,9 @@ text_table.terminal_width = lambda: None  # with `pytest -s` too, reports have w
 
 torch.set_num_threads(1)  # test tensors are small: more threads wait for each other
 
+if not torch.cuda.device_count():  # a pool of compilers imports torch once more for few kernels
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
 # the first GPU of each worker of pytest-xdist is another one; counting initializes none
 gpus, worker = [*range(torch.cuda.device_count())], os.environ.get("PYTEST_XDIST_WORKER", "gw0")
 if len(gpus) > 1:

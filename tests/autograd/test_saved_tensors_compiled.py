@@ -68,7 +68,7 @@ def test_a_report_counts_compiled_graphs(dynamic: bool) -> None:
 
 @pytest.mark.parametrize("fp8", [False, True])
 def test_a_compiled_model(fp8: bool) -> None:
-    made, x = model(fp8), data()
+    made, x = model(fp8, layers=1), data()
     function = compiled(made, fullgraph=True)
     bytes_of, found = {}, {}
     for _ in range(2):  # a graph for each way, found again
@@ -82,7 +82,7 @@ def test_a_compiled_model(fp8: bool) -> None:
             bytes_of[way] = sum(t.nbytes for t in saved)
             found[way] = gradients(made, function, context)
             of_heads = [t for t in saved if t.ndim == 4 and t.dtype == torch.bfloat16]
-            assert len(of_heads) >= 6, "queries, keys and values of two layers"
+            assert len(of_heads) >= 3, "queries, keys and values"
     assert bytes_of["packed"] < (0.9 if fp8 else 0.75) * bytes_of["plain"]
     assert bytes_of["not enabled"] == bytes_of["plain"]
     assert_bits(found["not enabled"], found["plain"])
