@@ -301,6 +301,7 @@ def _gradients(state: _State, saved: list[Any], grads: list[Any], asked: list[bo
     """Return the gradients of the operands of :func:`_forward`, up to the bias of down."""
     plan = state.plan
     if plan.derives_x and any(asked[2:4]) and grads[0] is not None:
+        assert plan.x_columnwise is not None
         rows = Quantized(saved[1], saved[2], plan.gate.format)
         matmul = matmul_of(saved[0], grads[0])
         saved[1:3] = matmul.derived(rows, plan.x_columnwise)[:2]

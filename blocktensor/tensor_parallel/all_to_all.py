@@ -87,7 +87,8 @@ def all_to_all_fp8(
 def _name_of(group: Group | None) -> str:
     if isinstance(group, DeviceMesh):
         group = group.get_group()
-    name: str = (dist.group.WORLD if group is None else group).group_name
+    whole: Any = dist.group.WORLD
+    name: str = whole.group_name if group is None else group.group_name
     return name
 
 
@@ -161,9 +162,12 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _exchanged(grad.contiguous(), *ctx.sizes, ctx.group), None, None, None, None
+        leaving, arriving = ctx.sizes
+        grad = _exchanged(grad.contiguous(), leaving, arriving, ctx.group)
+        return grad, None, None, None, None
 
 
-def _exchanged(rows: Tensor, arriving: Sizes, leaving: Sizes, group: str) -> Tensor:
+def _exchanged(rows: Tensor, arriving: Any, leaving: Any, group: Any) -> Tensor:
+    """Return the rows that arrive; sizes are lists, ``group`` is a name."""
     made: Tensor = wait_tensor(all_to_all_single(rows, arriving, leaving, group))
     return made
