@@ -36,7 +36,7 @@ from ..tensor.adapted import LowRank
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from .backward import FP8Function, Gradients, refuse_gradients, run_backward
 from .matmuls import Grouped
-from .plan import Plan, autocast_dtype, plan_matmul
+from .plan import Plan, autocast_dtype, plan_matmul, recipe_of
 from .repeat import Repeated
 from .saved_weight import SavedWeight, read_weight
 from .shared_cast import this_thread
@@ -54,7 +54,7 @@ def adapted_groups(
     with torch._C.DisableTorchFunctionSubclass():
         if not _takes(x, w, term, offs):
             return None
-        if (w.recipe if recipe is None else recipe).backward != "fp8":
+        if recipe_of(x, w, recipe).backward != "fp8":
             return None
         operands = x, w, bias, offs, recipe, term.a, term.b, float(term.scaling)
         if repeat.table is not None and not is_compiling():

@@ -37,7 +37,7 @@ from ..ops.formats import BlockFormat, Quantized
 from ..ops.gemm.ops import gemm
 from ..ops.grouped_gemm.ops import grouped_gemm, grouped_gemm_wgrad
 from ..ops.linear_layer.ops import linear_backward, linear_fprop
-from ..ops.runtime.specialize import must_dispatch, sequence
+from ..ops.runtime.specialize import PLAIN, must_dispatch, sequence
 from ..ops.scale_layouts import VECTOR_BYTES, in_group_steps
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from .plan import Plan, derives_columnwise, may_record
@@ -398,7 +398,8 @@ def in_vectors(x: Tensor) -> Tensor:
     if missing:
         return F.pad(x, (0, missing))
     x = x.contiguous()
-    if is_compiling() or x.data_ptr() % VECTOR_BYTES == 0:  # compiled code aligns its inputs
+    # compiled code aligns its inputs; in torch 2.11 a traced backward has only the tensor's type
+    if is_compiling() or type(x) not in PLAIN or x.data_ptr() % VECTOR_BYTES == 0:
         return x
     return x.clone()
 

@@ -154,10 +154,11 @@ class Colwise(_Parallel):
         g_row, g_col = self.forms(behind, row if needs_dx else None, col if needs_dw else None)
         return g_row, grad if plan.saves_x else g_col
 
-    def dgrad(self, g: Any, w: Quantized, plan: Plan) -> Any:
+    def dgrad(self, g: Any, w: Quantized | Tensor, plan: Plan) -> Any:
         """Begin to reduce the partial sums of dx."""
         if self.reduction is None:
             return ready(super().dgrad(g, w, plan))
+        assert isinstance(w, Quantized)  # parallel_linear refuses dgrad in high precision
         partial = gemm(g, w, None, self.reduction.wire(plan.x_dtype))
         if self.tokens is None:
             return self.reduction.all_reduce(partial)
@@ -234,7 +235,7 @@ class Rowwise(_Parallel):
             return dgrad_reads, tokens.gather_columnwise(g_col)
         return dgrad_reads, _cast_later(tokens.gather_plain(grad), col)
 
-    def dgrad(self, g: Any, w: Quantized, plan: Plan) -> Any:
+    def dgrad(self, g: Any, w: Quantized | Tensor, plan: Plan) -> Any:
         """Return this rank's columns of dx."""
         return self._without_front(super().dgrad(g.wait(), w, plan), 1)
 
