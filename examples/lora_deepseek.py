@@ -34,7 +34,7 @@ from common.needs import needs
 
 NEEDED = ("accelerate", "blocktensor", "peft", "safetensors", "transformers")
 with needs(*NEEDED, install="'.[checkpoint,frameworks]'"):
-    from accelerate import init_empty_weights
+    from accelerate import init_empty_weights  # type: ignore[import-untyped,unused-ignore]
     from peft import LoraConfig, get_peft_model
     from peft.tuners.lora import LoraLayer
     from transformers import AutoConfig, AutoModelForCausalLM, DeepseekV3Config
@@ -45,7 +45,7 @@ with needs(*NEEDED, install="'.[checkpoint,frameworks]'"):
 ATTENTION = ["q_a_proj", "q_b_proj", "q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
 STACKS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 # peft takes the layers of shared experts for those of experts, and has no adapters for them
-TINY = {
+TINY: dict[str, Any] = {
     **{"hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 128},
     **{"num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 512},
     **{"q_lora_rank": 128, "kv_lora_rank": 128, "v_head_dim": 64, "qk_nope_head_dim": 64},
@@ -55,13 +55,13 @@ TINY = {
 
 def shape(options: argparse.Namespace) -> Any:
     """DeepSeek-V3's shape with fewer layers and experts; the first 3 of its 61 layers are dense."""
-    return DeepseekV3Config(
-        **(TINY if options.tiny else {}),
-        num_hidden_layers=options.layers,
-        n_routed_experts=options.experts,
-        first_k_dense_replace=min(3, options.layers // 4),
-        num_nextn_predict_layers=0,
-    )
+    sizes: dict[str, Any] = {
+        "num_hidden_layers": options.layers,
+        "n_routed_experts": options.experts,
+        "first_k_dense_replace": min(3, options.layers // 4),
+        "num_nextn_predict_layers": 0,
+    }
+    return DeepseekV3Config(**sizes, **(TINY if options.tiny else {}))
 
 
 def empty(config: Any, device: torch.device) -> Any:
@@ -89,11 +89,12 @@ def give_values(model: nn.Module, device: torch.device) -> None:
     for layer in model.modules():
         if isinstance(layer, LoraLayer):
             for part in (*layer.lora_A.values(), *layer.lora_B.values()):
-                values = torch.zeros(part.weight.shape, device=device)
+                weight: Any = part.weight
+                values = torch.zeros(weight.shape, device=device)
                 if part in layer.lora_A.values():
                     nn.init.kaiming_uniform_(values, a=5**0.5)
-                if isinstance(part.weight, DTensor):  # of experts that are cut
-                    place = part.weight.device_mesh, part.weight.placements
+                if isinstance(weight, DTensor):  # of experts that are cut
+                    place = weight.device_mesh, weight.placements
                     values = distribute_tensor(values, *place, src_data_rank=None)
                 part.weight = nn.Parameter(values)
 
@@ -110,7 +111,7 @@ def build(config: Any, folder: Path, options: argparse.Namespace, device: torch.
     model = get_peft_model(base, lora)
     give_values(model, device)
     if mesh is not None:
-        of_experts = {x for x in base.parameters() if isinstance(x, DTensor)}
+        of_experts: Any = {x for x in base.parameters() if isinstance(x, DTensor)}
         for x in of_experts:
             if x.requires_grad:  # gradients of the tokens of all ranks; FSDP2 computes means
                 x.register_hook(lambda grad: grad / ranks)
@@ -152,6 +153,7 @@ def prefer(model: Any, options: argparse.Namespace) -> list[float]:
         from transformers import AutoTokenizer, ByT5Tokenizer
         from trl import DPOConfig, DPOTrainer  # type: ignore[attr-defined,import-not-found,unused-ignore]
 
+    tokenizer: Any
     if options.folder:
         tokenizer = AutoTokenizer.from_pretrained(options.folder)
     else:
