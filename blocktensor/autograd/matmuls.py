@@ -46,8 +46,8 @@ from .saved_weight import SavedWeight, WeightRead, read_weight
 Saved: TypeAlias = tuple[Tensor | None, Tensor | None]
 """What is saved of x for wgrad: data and scale of a form; or x and None; or None and None.
 
-The form is columnwise; or rowwise, if x is FP8 and the columnwise form is derived in backward, or if
-wgrad reads dequantized inputs."""
+The form is columnwise; or rowwise, if x is FP8 and the columnwise form is derived in backward, or
+if wgrad reads dequantized inputs."""
 
 
 class Dense:

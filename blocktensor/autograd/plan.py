@@ -203,8 +203,12 @@ def _key(
             type(cache),
             cache.format,
             w.transposed,
-            *_choices(how),
+            how.scale,
+            how.wgrad_input,
             how.cache_weight,
+            how.batch_invariant,
+            how.backward,
+            how.weight_grid,
         )
     else:
         how = w.recipe
