@@ -157,15 +157,14 @@ def at_equal_time(results: Mapping[str, Result], model: str, variant: str) -> li
         run, bf16 = (results.get(f"{model}_{each}_{seed}") for each in (variant, "bf16"))
         if run is None or bf16 is None or run["device"] != bf16["device"]:
             continue
-        speeds = [each["tokens_per_second"] for each in (bf16, run)]
-        if None in speeds:
+        bf16_speed, speed = bf16["tokens_per_second"], run["tokens_per_second"]
+        if None in (bf16_speed, speed):
             continue
         # each run comes as far as its speed allows until the faster one ends
-        losses = [
-            last_loss(each["loss"], speed / max(speeds))
-            for each, speed in zip((bf16, run), speeds, strict=True)
-        ]
-        found.append(EqualTime(run["device"], *speeds, 100 * (losses[1] / losses[0] - 1)))
+        fastest = max(bf16_speed, speed)
+        bf16_loss = last_loss(bf16["loss"], bf16_speed / fastest)
+        difference = 100 * (last_loss(run["loss"], speed / fastest) / bf16_loss - 1)
+        found.append(EqualTime(run["device"], bf16_speed, speed, difference))
     return found
 
 

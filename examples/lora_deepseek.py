@@ -9,6 +9,7 @@ experts out, and each rank holds some of them.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import shutil
@@ -258,6 +259,9 @@ def checkpoint(options: argparse.Namespace) -> tuple[Any, Path]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Load a checkpoint, train adapters, save them; report speed and memory."""
     options = parse(argv)
+    if options.ep:  # before anything is written
+        with needs("transformers", install="'transformers>=5.23'"):
+            importlib.import_module("transformers.distributed.expert_parallel")
     device, is_gpu = options.device, options.device.type == "cuda"
     config, folder = checkpoint(options)
     start = time.perf_counter()
