@@ -15,7 +15,7 @@ from ..model.matrix import all_fp8_weights
 from ..ops.cast.ops import dequantize
 from ..ops.formats import BLOCKS_128X128_POW2, MXFP4_GROUP, Quantized
 from ..sharding.dtensor import fp8_part
-from .contents import entries_of, names_of_scales
+from .contents import entries_of
 from .export import Exported, exported, stored_in_turn, units_of
 from .mxfp4 import Packed, encoded, packed_weights
 from .on_disk import SCALE_SUFFIX
@@ -169,27 +169,51 @@ def _as_mxfp4(name: str, form: Quantized, grid: _Grid, layout: Packed | None) ->
             )
         codes.append(pair[0])
         scales.append(pair[1])
-    both: tuple[Any, Any] = torch.stack(codes), torch.stack(scales)
+    both = torch.stack(codes), torch.stack(scales)
     if layout is not None:
-        names = layout.codes.name, layout.scales.name
-        dtypes = _DTYPES[layout.codes.dtype], _DTYPES[layout.scales.dtype]
-        shapes = layout.codes.shape, layout.scales.shape
+        places = _places_in(layout)
     elif grid.is_kn:
-        names, dtypes = (f"{name}_blocks", f"{name}_scales"), (torch.uint8, torch.uint8)
-        shapes = (*both[1].shape, MXFP4_GROUP // 2), both[1].shape
+        places = _places_of_stack(name, tuple(both[1].shape))
     else:
-        names, dtypes = (
-            (name, names_of_scales(name)[-2 if name.endswith("weight") else -1]),
-            (
-                torch.int8,
-                torch.float8_e8m0fnu,
-            ),
-        )
-        shapes = both[0].shape[1:], both[1].shape[1:]
+        places = _places_of_matrix(name, *both)
     return {
-        key: x.reshape(of).view(dtype)
-        for key, x, of, dtype in zip(names, both, shapes, dtypes, strict=True)
+        place.name: x.reshape(place.shape).view(place.dtype)
+        for place, x in zip(places, both, strict=True)
     }
+
+
+class _Place(NamedTuple):
+    """Name, dtype and shape of a stored tensor."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+def _places_in(layout: Packed) -> list[_Place]:
+    """Return the places of codes and scales in a checkpoint."""
+    return [
+        _Place(entry.name, _DTYPES[entry.dtype], entry.shape)
+        for entry in (layout.codes, layout.scales)
+    ]
+
+
+def _places_of_stack(name: str, groups: tuple[int, ...]) -> list[_Place]:
+    """Return the places that gpt-oss gives to codes and scales of a stack."""
+    return [
+        _Place(f"{name}_blocks", torch.uint8, (*groups, MXFP4_GROUP // 2)),
+        _Place(f"{name}_scales", torch.uint8, groups),
+    ]
+
+
+def _places_of_matrix(name: str, codes: Tensor, scales: Tensor) -> list[_Place]:
+    """Return the places that DeepSeek-V4 gives to codes and scales of a matrix."""
+    module, _, last = name.rpartition(".")
+    of_scales = f"{module}.scale" if last == "weight" else f"{name}_scale"
+    return [
+        _Place(name, torch.int8, tuple(codes.shape[1:])),
+        _Place(of_scales, torch.float8_e8m0fnu, tuple(scales.shape[1:])),
+    ]
 
 
 _DTYPES = {"I8": torch.int8, "U8": torch.uint8, "F8_E8M0": torch.float8_e8m0fnu}
