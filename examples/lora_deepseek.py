@@ -45,7 +45,7 @@ with needs(*NEEDED, install="'.[checkpoint,frameworks]'"):
 
 ATTENTION = ["q_a_proj", "q_b_proj", "q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
 STACKS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-# peft takes the layers of shared experts for those of experts, and has no adapters for them
+# peft takes layers of shared experts for experts, and has no adapters for them
 TINY: dict[str, Any] = {
     **{"hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 128},
     **{"num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 512},

@@ -60,7 +60,7 @@ def matrices_of(wrapper: Any, adapter: str, experts: int) -> tuple[Tensor, Tenso
         experts: E, of the stack on this rank.
 
     Raises:
-        NotImplementedError: the matrices are those of other experts.
+        NotImplementedError: the matrices belong to other experts.
     """
     a, b = (_local(x[adapter].weight) for x in (wrapper.lora_A, wrapper.lora_B))
     rows = experts * wrapper.r[adapter]

@@ -76,7 +76,7 @@ def cut_as(
 
 
 def cut_as_experts(x: Tensor, stack: Any, dim: int, pieces: int = 1) -> Tensor:
-    """Cut a matrix of thin matrices of all experts, so that each rank gets those of its experts.
+    """Cut a matrix of thin matrices of all experts, so that each rank gets its experts' parts.
 
     Args:
         x: the same on all ranks, or on meta; otherwise all get the values of the first rank.

@@ -110,7 +110,7 @@ class Part:
 def check_groups(shape: Sequence[int], dim: int, each: int, format: BlockFormat) -> None:
     """Check that parts of ``each`` indices along ``dim`` of a weight cut no groups of its grid.
 
-    All ranks decide alike, since they know the same sizes.
+    All ranks decide the same, since they know the same sizes.
 
     Raises:
         NotImplementedError: they do.

@@ -110,7 +110,7 @@ class Run:
         return self.setup.lora is not None and (matmul.experts == 1 or self.setup.lora_experts)
 
     def adapters(self, block: Block, of_experts: bool | None = None) -> int:
-        """Return values of a block's adapters: all of them, those of experts, or the others."""
+        """Return values of a block's adapters: all, the experts' alone, or the others."""
         if block is self.model.head:
             return 0
         rank = self.setup.lora or 0
