@@ -111,12 +111,17 @@ def test_recipe_and_fusion() -> None:
         "cache_weight": False,
         "wgrad_input": "1x128",
         "batch_invariant": True,
+        "backward": "dequantized",
+        "weight_grid": "mxfp4",
     }
     assert others.keys() == asdict(Recipe()).keys()
     assert not others.items() & asdict(Recipe()).items()  # none is the default
     for name, value in others.items():
-        layer = converted(llama3, **{name: value}).layers["0"]
-        assert layer.attention.wo.weight.recipe == Recipe(**{name: value})
+        choices = {name: value}
+        if name == "weight_grid":
+            choices["scale"] = "power_of_two"
+        layer = converted(llama3, **choices).layers["0"]
+        assert layer.attention.wo.weight.recipe == Recipe(**choices)
         assert not hasattr(layer.feed_forward, "_fused_pattern")
     scales = Scales(activations="power_of_two")
     layer = converted(llama3, scale=scales).layers["0"]

@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.support import ranks, titan_cpu
 from tests.support.models import X_IN_POWERS
 from tests.support.titan_cpu import (
-    assert_close,
     compiled,
     debug_config,
     in_fp8,
@@ -62,8 +61,10 @@ def test_tokens_sent_in_fp8(tmp_path: Path) -> None:
     """Half of the bytes to the experts; results and gradients come back in bf16."""
     for rank in ranks.run(runs_on_two, 2, tmp_path / "two"):
         (losses, plain), (ours, wires) = rank["bf16"], rank["fp8"]
-        assert_close(ours, losses, steps=2)
-        assert_close(rank["compiled"], losses, steps=2)
+        assert ours == losses  # the same tokens are cast, before the send or after it
+        assert len(rank["compiled"]) == len(losses) == 2
+        for got, want in zip(rank["compiled"], losses, strict=True):
+            assert got == pytest.approx(want, rel=0.01)
         assert {dtype for dtype, _ in plain} == {torch.bfloat16}
         assert len(wires) == len(plain) > 0
         pairs = zip(wires, plain, strict=True)
