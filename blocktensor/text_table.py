@@ -139,7 +139,8 @@ def _broken(cell: str, width: int) -> list[str]:
 def plain(value: Any) -> Any:
     """Convert a value to JSON types; an object becomes a dict of its attributes and properties.
 
-    Properties that return tuples are left out: they repeat entries of an attribute.
+    Properties that return tuples are left out: they repeat entries of an attribute. So are those
+    that return an object of the same class, which has such a property too.
     """
     if value is None or isinstance(value, (str, int, float)):
         return value
@@ -155,7 +156,7 @@ def plain(value: Any) -> Any:
     return {
         name: plain(x)
         for name, x in found.items()
-        if not callable(x) and (name in vars(value) or not isinstance(x, tuple))
+        if not callable(x) and (name in vars(value) or not isinstance(x, (tuple, type(value))))
     }
 
 
