@@ -106,8 +106,8 @@ def times_and_peaks(
     return round_robin({key: [call] for key, call in steps.items()}, rounds, 30.0), peaks
 
 
-def make_model(name: str, shape: Shape, device: torch.device | str = "cuda") -> Any:
-    """The model as the variant has it, of the same values for every variant."""
+def config_of(shape: Shape) -> Any:
+    """Return transformers' configuration of a Llama."""
     import transformers
 
     sizes: dict[str, Any] = {
@@ -120,8 +120,14 @@ def make_model(name: str, shape: Shape, device: torch.device | str = "cuda") -> 
         "max_position_embeddings": shape.time,
     }
     options: dict[str, Any] = {"use_cache": False, "attn_implementation": "sdpa"}
-    config = transformers.LlamaConfig(**sizes, **options)
-    model = in_bf16(transformers.LlamaForCausalLM, config, device)
+    return transformers.LlamaConfig(**sizes, **options)
+
+
+def make_model(name: str, shape: Shape, device: torch.device | str = "cuda") -> Any:
+    """The model as the variant has it, of the same values for every variant."""
+    import transformers
+
+    model = in_bf16(transformers.LlamaForCausalLM, config_of(shape), device)
     if name in peers.TORCHAO_TRAINS:
         model = peers.torchao_training(name, model)
     elif name != "bf16":

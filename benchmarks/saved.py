@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 import blocktensor as bt
 
-from .hf_llama import absent, in_bf16
+from .hf_llama import Shape, absent, config_of, in_bf16
 from .llama import recipe_of
 from .memory import peak
 from .popular import use_causal_attention
@@ -44,19 +44,9 @@ VARIANTS = (
 
 _MIB = 2**20
 
+LAYERS = Shape(layers=4, vocab=8)  # layers get embeddings, so that few words will do
 
-@dataclass(frozen=True)
-class Shape:
-    """Layers of a Llama; the defaults are 8B's."""
-
-    hidden: int = 4096
-    inner: int = 14336
-    heads: int = 32
-    kv_heads: int = 8
-    layers: int = 4
-
-
-QUICK: dict[str, Any] = {"shape": Shape(layers=2), "tokens": (1024,), "rounds": 2}
+QUICK: dict[str, Any] = {"shape": replace(LAYERS, layers=2), "tokens": (1024,), "rounds": 2}
 """The arguments of a smoke run."""
 
 
@@ -69,16 +59,7 @@ def make_model(name: str, shape: Shape, device: torch.device | str = "cuda") -> 
     """Return the layers as the variant has them, with the same values for every variant."""
     import transformers
 
-    sizes: dict[str, Any] = {
-        "hidden_size": shape.hidden,
-        "intermediate_size": shape.inner,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
-        "num_hidden_layers": shape.layers,
-        "vocab_size": 8,  # the layers get embeddings
-    }
-    config = transformers.LlamaConfig(**sizes, use_cache=False)
-    model = in_bf16(transformers.LlamaModel, config, device)
+    model = in_bf16(transformers.LlamaModel, config_of(shape), device)
     use_causal_attention(model)
     if name.startswith("fp8"):
         bt.convert(model, recipe_of(name))
@@ -142,10 +123,10 @@ def memory(call: Call) -> dict[str, int]:
     return {"held": held(call), "peak": top}
 
 
-def calls(name: str, shape: Shape, tokens: int) -> dict[str, Call]:
+def calls(name: str, shape: Shape) -> dict[str, Call]:
     """Return the steps of a variant by mode."""
     model = make_model(name, shape)
-    x = torch.randn(1, tokens, shape.hidden, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(1, shape.time, shape.hidden, device="cuda", dtype=torch.bfloat16)
     grad = torch.randn_like(x)
     runs: dict[str, Callable[..., Any]] = {"eager": model}
     if "checkpoints" not in name:
@@ -164,9 +145,9 @@ def measure(
     """
     if absent():
         return
-    made = shape or Shape()
+    made = shape or LAYERS
     for count in tokens:
-        prepare = functools.partial(calls, shape=made, tokens=count)
+        prepare = functools.partial(calls, shape=replace(made, time=count))
         ms, found = measured_in_turns(VARIANTS, prepare, rounds, peak_of=memory)
         for key, time in ms.items():
             name, _, mode = key.rpartition("/")

@@ -46,7 +46,7 @@ from .gated_forms import (
     plan_gated,
 )
 from .linear import grouped_linear, has_no_experts, linear
-from .matmuls import matmul_of
+from .matmuls import derived_columnwise, matmul_of
 from .pipelining import is_input_half, watch_halves
 from .repeat import Repeated
 from .saved_kinds import mark_activations
@@ -301,10 +301,8 @@ def _gradients(state: _State, saved: list[Any], grads: list[Any], asked: list[bo
     """Return the gradients of the operands of :func:`_forward`, up to the bias of down."""
     plan = state.plan
     if plan.derives_x and any(asked[2:4]) and grads[0] is not None:
-        assert plan.x_columnwise is not None
-        rows = Quantized(saved[1], saved[2], plan.gate.format)
-        matmul = matmul_of(saved[0], grads[0])
-        saved[1:3] = matmul.derived(rows, plan.x_columnwise)[:2]
+        formats = plan.gate.format, plan.x_columnwise
+        saved[1:3] = derived_columnwise(saved[0], saved[1:3], grads[0], *formats)
     compute = _repeated if _may_repeat(state, saved[7:], grads[0], asked) else _op_by_op
     made = compute(state, saved, grads, asked)
     dxs = [None if dx is None else dx.view(state.x_shape) for dx in made[:2]]

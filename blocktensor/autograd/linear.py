@@ -297,7 +297,8 @@ def _gradients_of_context(
 ) -> Gradients:
     """Return a gradient for each argument of :meth:`FP8Linear.forward`."""
     if ctx.derives_x and asked[1] and grads[0] is not None:
-        saved[1:3] = derived_columnwise(saved[0], saved[1:3], grads[0], ctx.plan)
+        formats = ctx.plan.format, ctx.plan.x_columnwise
+        saved[1:3] = derived_columnwise(saved[0], saved[1:3], grads[0], *formats)
     dx, *made = _gradients(ctx.plan, ctx.weight, ctx.matmul, saved, grads, asked)
     dx = None if dx is None else dx.view(ctx.x_shape)
     return dx, *made, *(None,) * (3 + ctx.casts)

@@ -44,7 +44,7 @@ from .plan import Plan, derives_columnwise, may_record
 from .saved_weight import SavedWeight, WeightRead, read_weight
 
 Saved: TypeAlias = tuple[Tensor | None, Tensor | None]
-"""What is saved of x for wgrad: data and scale of a form; or x and None; or None and None.
+"""The saved part of x for wgrad: data and scale of a form; or x and None; or None and None.
 
 The form is columnwise; or rowwise, if x is FP8 and the columnwise form is derived in backward, or
 if wgrad reads dequantized inputs."""
@@ -300,15 +300,22 @@ def matmul_of(offs: Tensor | None, rows: Tensor | None) -> Dense:
 
 
 def derived_columnwise(
-    offs: Tensor | None, row: Sequence[Tensor], grad: Tensor, plan: Plan
+    offs: Tensor | None,
+    row: Sequence[Tensor],
+    grad: Tensor,
+    format: BlockFormat,
+    columnwise: BlockFormat | None,
 ) -> tuple[Tensor, Tensor]:
     """Return data and scale of x columnwise, of rowwise ones that forward has saved.
 
-    ``grad``: of y, which has as many rows.
+    Args:
+        offs: the ends of groups, or None.
+        row: data and scale of x in ``format``.
+        grad: of y, which has as many rows.
+        format, columnwise: the two formats of x.
     """
-    assert plan.x_columnwise is not None
-    rows = Quantized(row[0], row[1], plan.format)
-    return matmul_of(offs, grad).derived(rows, plan.x_columnwise)[:2]
+    assert columnwise is not None  # wgrad reads it
+    return matmul_of(offs, grad).derived(Quantized(row[0], row[1], format), columnwise)[:2]
 
 
 def sum_rows(grad: Tensor, dtype: torch.dtype | None) -> Tensor:

@@ -30,7 +30,7 @@ VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, 
 _BLOCKS, _SCALES = "_blocks", "_scales"
 
 _BIAS, _NAN = 127, 255
-"""Of e8m0: the code of 1, and the code of NaN."""
+"""The codes of 1 and of NaN in e8m0."""
 
 ReadWhole = Callable[[Entry], Tensor]
 

@@ -81,21 +81,15 @@ def iter_mxfp4(
     )
 
 
-class _Grid(NamedTuple):
-    """A stored weight on the grid; ``is_kn``: its rows are the columns of what is stored."""
-
-    is_kn: bool
-
-
-def _on_grids(model: nn.Module, found: Exported) -> dict[str, _Grid]:
-    """Return the stored weights that become MXFP4, by name."""
+def _on_grids(model: nn.Module, found: Exported) -> dict[str, bool]:
+    """Return the stored weights that become MXFP4: by name, True if groups lie along columns."""
     transposed = {id(x.parameter) for x in all_fp8_weights(model) if x.is_transposed}
     grids = {}
     for name in found.fp8:
         x = found.tensors[name]
         grid = fp8_part(x).recipe.weight_grid
         if grid is not None:
-            grids[name] = _Grid(grid == "mxfp4_kn" or id(x) in transposed)
+            grids[name] = grid == "mxfp4_kn" or id(x) in transposed
     if not grids:
         raise ValueError(
             "no weight of the model has a recipe with weight_grid: convert it, or load it by "
@@ -105,24 +99,24 @@ def _on_grids(model: nn.Module, found: Exported) -> dict[str, _Grid]:
     made = {}
     for group in found.written:
         for stored in group:
-            of = {grids[name] for name in stored.of if name in grids}
-            if not of:
-                continue
-            (made[stored.name],) = of
-            _check_layout(stored.name, stored.shape, made[stored.name])
+            parts = {grids[name] for name in stored.of if name in grids}
+            if parts:
+                (is_kn,) = parts  # all parts of a stored weight have one layout
+                _check_layout(stored.name, stored.shape, is_kn)
+                made[stored.name] = is_kn
     return made
 
 
-def _check_layout(name: str, shape: tuple[int, ...], grid: _Grid) -> None:
+def _check_layout(name: str, shape: tuple[int, ...], is_kn: bool) -> None:
     """Check that a layout of MXFP4 is known for a weight."""
-    if (len(shape) == 3) != grid.is_kn:
+    if (len(shape) == 3) != is_kn:
         what, remedy = (
             (f"a stack [E, N, K] {list(shape)}", "pass separate_experts=True")
             if len(shape) == 3
             else (f"a matrix [K, N] {list(shape)}", "convert it without weight_grid")
         )
         raise NotImplementedError(f"{name}, {what}, has no known layout in MXFP4: {remedy}")
-    columns = shape[-2] if grid.is_kn else shape[-1]
+    columns = shape[-2] if is_kn else shape[-1]
     if columns % MXFP4_GROUP:
         raise ValueError(
             f"{name} has {columns} inputs: MXFP4 stores multiples of {MXFP4_GROUP}; convert it "
@@ -131,7 +125,7 @@ def _check_layout(name: str, shape: tuple[int, ...], grid: _Grid) -> None:
 
 
 def _packed(
-    stored: Mapping[str, Tensor], grids: Mapping[str, _Grid], layouts: Mapping[str, Packed]
+    stored: Mapping[str, Tensor], grids: Mapping[str, bool], layouts: Mapping[str, Packed]
 ) -> dict[str, Tensor]:
     """Return the tensors of a unit, weights on the grid in MXFP4."""
     made: dict[str, Tensor] = {}
@@ -147,7 +141,7 @@ def _packed(
     return made
 
 
-def _as_mxfp4(name: str, form: Quantized, grid: _Grid, layout: Packed | None) -> dict[str, Tensor]:
+def _as_mxfp4(name: str, form: Quantized, is_kn: bool, layout: Packed | None) -> dict[str, Tensor]:
     """Return the two tensors of a weight in MXFP4, by name."""
     shape = tuple(form.data.shape)
     if layout is not None and layout.shape != shape:
@@ -161,7 +155,7 @@ def _as_mxfp4(name: str, form: Quantized, grid: _Grid, layout: Packed | None) ->
     for e in range(len(stack.data)):
         values = dequantize(Quantized(stack.data[e], stack.scale[e], form.format), torch.float32)
         of_matrix = None if known is None else known.view(len(stack.data), -1)[e]
-        pair = encoded(values.mT.contiguous() if grid.is_kn else values, of_matrix)
+        pair = encoded(values.mT.contiguous() if is_kn else values, of_matrix)
         if pair is None:
             raise ValueError(
                 f"{name} has values that are not on the grid of MXFP4: it was not cast with "
@@ -172,7 +166,7 @@ def _as_mxfp4(name: str, form: Quantized, grid: _Grid, layout: Packed | None) ->
     both = torch.stack(codes), torch.stack(scales)
     if layout is not None:
         places = _places_in(layout)
-    elif grid.is_kn:
+    elif is_kn:
         places = _places_of_stack(name, tuple(both[1].shape))
     else:
         places = _places_of_matrix(name, *both)

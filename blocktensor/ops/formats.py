@@ -163,7 +163,7 @@ class BlockFormat:
 
     @property
     def of_transpose(self) -> BlockFormat:
-        """The format of which a cast of the transpose is this format's cast, transposed.
+        """The format that casts the transpose to the transposed bytes of this format's cast.
 
         Blocks are squares.
         """

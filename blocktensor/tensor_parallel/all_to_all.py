@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any, get_args
 
 import torch
@@ -25,6 +26,9 @@ Group = dist.ProcessGroup | DeviceMesh
 Sizes = Sequence[int] | None
 
 IN_POWERS = Recipe(scale=Scales(activations="power_of_two"))
+
+_CHOICES = tuple(field.name for field in fields(Recipe) if field.name != "scale")
+"""The fields of a recipe that are constants for a compiler."""
 
 
 def all_to_all_fp8(
@@ -80,8 +84,8 @@ def all_to_all_fp8(
         None if sizes is None else list(sizes) for sizes in (output_split_sizes, input_split_sizes)
     )
     roundings = [recipe.scale_of(operand) for operand in get_args(OperandName)]
-    others = recipe.cache_weight, recipe.wgrad_input, recipe.batch_invariant
-    return _sent(x, arriving, leaving, _name_of(group), roundings, others)
+    choices = [getattr(recipe, name) for name in _CHOICES]
+    return _sent(x, arriving, leaving, _name_of(group), roundings, choices)
 
 
 def _name_of(group: Group | None) -> str:
@@ -99,13 +103,16 @@ def _sent(
     leaving: Sizes,
     group: str,
     roundings: Sequence[ScaleRounding],
-    others: tuple[Any, ...],
+    choices: Sequence[Any],
 ) -> BlockwiseFP8Tensor:
     """Run :class:`_AllToAll`; Dynamo puts this call into its graph, which holds no objects.
 
-    ``roundings``, ``others``: the fields of the recipe.
+    Args:
+        x, arriving, leaving, group: see :class:`_AllToAll`.
+        roundings: the fields of the recipe's scales.
+        choices: its other fields, :data:`_CHOICES`.
     """
-    recipe = Recipe(Scales(*roundings), *others)
+    recipe = Recipe(Scales(*roundings), **dict(zip(_CHOICES, choices, strict=True)))
     made: BlockwiseFP8Tensor = _AllToAll.apply(x, arriving, leaving, group, recipe)
     return made
 

@@ -277,7 +277,7 @@ def test_what_eager_saves_by_policy() -> None:
     assert got["bf16, frozen"] <= got["bf16"] - 2 * inputs
 
 
-SAVED = saved.Shape(hidden=512, inner=640, heads=4, kv_heads=2, layers=2)
+SAVED = hf_llama.Shape(hidden=512, inner=640, heads=4, kv_heads=2, layers=2, vocab=8)
 
 
 def test_variants_that_save_in_fp8_save_less_and_compute_the_same() -> None:

@@ -29,7 +29,8 @@ from tests.support.ranks import on_ranks
 from tests.support.sharded import assert_equal, gradients
 
 ROWS_IN_POWERS = Recipe(scale=X_IN_POWERS.scale, wgrad_input="1x128")
-RECIPES = (X_IN_POWERS, ROWS_IN_POWERS, POWER_OF_TWO)
+DEQUANTIZED = Recipe(scale=X_IN_POWERS.scale, backward="dequantized")
+RECIPES = (X_IN_POWERS, ROWS_IN_POWERS, POWER_OF_TWO, DEQUANTIZED)
 # for each rank, how many rows each of four experts gets
 SIZES = {
     "uneven": [[3, 0, 130, 7], [1, 129, 0, 64], [5, 5, 5, 5], [0, 0, 0, 1]],
@@ -55,6 +56,8 @@ def test_experts_compute_the_bits_of_one_process(world: int, device: str, mesh: 
     for recipe in RECIPES:
         experts = converted(experts_of(4, device=device, dtype=torch.bfloat16), recipe)
         send = functools.partial(all_to_all_fp8, recipe=recipe)
+        rows = torch.ones(world, 128, device=device)
+        assert send(rows, None, None, mesh.get_group()).recipe == recipe
         model = Dispatched(cut(copy.deepcopy(experts), mesh), mesh.get_group(), send)
         for sizes in SIZES.values():
             assert_bits(experts, model, sizes[:world], recipe, device)
