@@ -161,13 +161,14 @@ def decisions() -> int:
 def test_experts_decide_once_for_numbers_of_tokens_in_a_step(has_room: bool) -> None:
     w = stack(3, recipe=X_IN_POWERS)
     known = []
-    for tokens in (1030, 2047, 1500):
+    for tokens in (1030, 2047, 1500, 1111):
         x, grad = received(randn(2048 if has_room else tokens, K)), randn(tokens, N, seed=1)
         x = x.detach()[:tokens].requires_grad_()
         offs = torch.tensor([tokens - 20, tokens - 20, tokens - 1], dtype=torch.int32)
         results(lambda t: functional.grouped_linear(t, w, offs), x, grad, w)  # noqa: B023
         known.append(decisions())
-    assert known == [known[0]] * 3
+    # The first call records sequences of ops; ops that a sequence calls decide without a table.
+    assert known[1:] == [known[1]] * 3
 
 
 def test_linear_layers_plan_once_for_numbers_of_tokens_in_a_step() -> None:
