@@ -198,21 +198,9 @@ def _key(
         return None
     weight_key: Hashable
     if isinstance(w, BlockwiseFP8Weight):
-        cache, how = w.cache, w.cache.recipe
-        weight_key = (
-            type(cache),
-            cache.format,
-            w.transposed,
-            how.scale,
-            how.wgrad_input,
-            how.cache_weight,
-            how.batch_invariant,
-            how.backward,
-            how.weight_grid,
-        )
+        weight_key = type(w.cache), w.cache.format, w.transposed, w.cache.recipe
     else:
-        how = w.recipe
-        weight_key = w.format, *_choices(how)
+        weight_key = w.format, w.recipe
     return (  # every eager call builds it
         (rows, x.shape[-1:], x.ndim),
         (x.dtype, x.device, x.requires_grad),
@@ -222,16 +210,11 @@ def _key(
         (w.shape, w.dtype, w.device, w.requires_grad),
         weight_key,
         None if bias is None else (bias.shape, bias.dtype, bias.device, bias.requires_grad),
-        None if recipe is None else _choices(recipe),
+        recipe,
         torch.is_grad_enabled(),
         autocast_dtype(x) if torch._C._is_any_autocast_enabled() else None,
         None if offs is None else (w.stride(), offs.shape, offs.dtype, offs.device),
     )
-
-
-def _choices(of: Recipe) -> tuple[Hashable, ...]:
-    """Return the choices of a recipe on which a plan depends."""
-    return of.scale, of.wgrad_input, of.batch_invariant, of.backward, of.weight_grid
 
 
 def _name_our_code() -> None:
