@@ -57,7 +57,7 @@ class Runs:
     def bf16(self, model: str, steps: int, start: str = "", **degrees: Any) -> Any:
         config = parallel(debug_config(model, "", 0), **degrees)
         saved(config, f"{self.folder}/{start or model}", START + steps)
-        config.checkpoint.load_only = not start
+        config.checkpoint.load_only, config.checkpoint.interval = not start, 1
         config.lr_scheduler.total_steps = 12
         return config
 
@@ -117,10 +117,10 @@ def runs_alone(rank: int, world: int, folder: str) -> dict[str, Any]:
         config.checkpoint.load_only = False
         train(config)
     return {
-        "bf16": train(runs.bf16("llama3", 4))[0],
-        "fp8": train(runs.fp8(steps=4))[0],
+        "bf16": train(runs.bf16("llama3", 2))[0],
+        "fp8": train(runs.fp8())[0],
         "deepseek_v3": train(runs.fp8("deepseek_v3"))[0],
-        "microbatches": train(in_microbatches(runs.fp8(steps=4), 4))[0],
+        "microbatches": train(in_microbatches(runs.fp8(), 4))[0],
         **{f"{model}, gradients": train(runs.fp8(model, 0), gradients)[1] for model in MODELS},
     }
 
@@ -141,7 +141,7 @@ def runs_on_two(rank: int, world: int, folder: str) -> dict[str, Any]:
     experts: dict[str, Any] = {**tp, "expert_parallel_degree": 2}
 
     def pipelined(schedule: str) -> Losses:
-        config = runs.fp8(steps=4, pipeline_parallel_schedule=schedule, **pp)
+        config = runs.fp8(pipeline_parallel_schedule=schedule, **pp)
         return train(in_microbatches(config, 4))[0]
 
     def zero_bubble(make: Callable[..., Any], schedule: str) -> Losses:
@@ -153,12 +153,12 @@ def runs_on_two(rank: int, world: int, folder: str) -> dict[str, Any]:
     plain.activation_checkpoint = long.activation_checkpoint = None
     long.training.seq_len = 256  # 128 of each rank, a whole block
     return {
-        "tp": train(runs.fp8(steps=4, **tp))[0],
+        "tp": train(runs.fp8(**tp))[0],
         "tp, step": runs.step(**tp),
         "tp without sp, step": runs.step(**tp, enable_sequence_parallel=False),
-        "tp, saved": train(runs.fp8(start="tp", **tp), sums),
-        "tp, in pp": train(in_microbatches(runs.fp8(start="tp", **pp), 4), sums),
-        "tp, more": train(runs.fp8(steps=4, start="tp", **tp))[0],
+        "tp, saved": train(runs.fp8(steps=1, start="tp", **tp), sums),
+        "tp, in pp": train(in_microbatches(runs.fp8(steps=1, start="tp", **pp), 4), sums),
+        "tp, more": train(runs.fp8(start="tp", **tp))[0],
         "tp, gathers": train(long, gathers)[1],
         "tp, compiled": train(compiled(plain))[0],
         "deepseek_v3, tp, step": runs.step("deepseek_v3", **tp),
@@ -167,9 +167,9 @@ def runs_on_two(rank: int, world: int, folder: str) -> dict[str, Any]:
         **{schedule: pipelined(schedule) for schedule in SCHEDULES},
         **{schedule: zero_bubble(runs.fp8, schedule) for schedule in ZERO_BUBBLE},
         **{f"{schedule}, bf16": zero_bubble(runs.bf16, schedule) for schedule in ZERO_BUBBLE},
-        "pp, saved": train(in_microbatches(runs.fp8(start="pp", **pp), 4), sums),
-        "pp, in tp": train(runs.fp8(start="pp", **tp), sums),
-        "pp, more": train(in_microbatches(runs.fp8(steps=4, start="pp", **pp), 4))[0],
+        "pp, saved": train(in_microbatches(runs.fp8(steps=1, start="pp", **pp), 4), sums),
+        "pp, in tp": train(runs.fp8(steps=1, start="pp", **tp), sums),
+        "pp, more": train(in_microbatches(runs.fp8(start="pp", **pp), 4))[0],
         "pp, step": train(in_microbatches(runs.fp8(steps=1, **pp), 4), audited)[1],
         "fsdp": train(runs.fp8())[0],
         "cut inside blocks": error_of(cut_inside_blocks(folder)),
@@ -233,8 +233,8 @@ def last_stage(on_ranks: list[dict[str, Any]], run: str) -> Losses:
 
 def test_tensor_parallel(alone: dict[str, Any], on_two: list[dict[str, Any]]) -> None:
     for rank in on_two:
-        assert_rounded(rank["tp"], alone["fp8"], steps=4)
-        assert_close(rank["tp"], alone["bf16"], steps=4)
+        assert_rounded(rank["tp"], alone["fp8"], steps=2)
+        assert_close(rank["tp"], alone["bf16"], steps=2)
 
 
 @pytest.mark.parametrize(
@@ -259,7 +259,7 @@ def test_gathers_are_in_fp8_and_compiled_blocks_keep_the_bits(on_two: list[dict[
     for rank in on_two:
         # of 2 layers: inputs of 2 modules, twice; gradients of 2 linears, both forms; scales, too
         assert rank["tp, gathers"] == {torch.uint8: 2 * 16, torch.bfloat16: 2}
-        assert rank["tp, compiled"] == rank["tp"][:2]
+        assert rank["tp, compiled"] == rank["tp"]
 
 
 def test_experts_under_tensor_parallel(alone: dict[str, Any], on_two: list[dict[str, Any]]) -> None:
@@ -269,7 +269,7 @@ def test_experts_under_tensor_parallel(alone: dict[str, Any], on_two: list[dict[
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_pipeline(alone: dict[str, Any], on_two: list[dict[str, Any]], schedule: str) -> None:
-    assert_rounded(last_stage(on_two, schedule), alone["microbatches"], steps=4, by=1e-4)
+    assert_rounded(last_stage(on_two, schedule), alone["microbatches"], steps=2, by=1e-4)
 
 
 @pytest.mark.parametrize("schedule", ZERO_BUBBLE)
@@ -277,11 +277,11 @@ def test_zero_bubble(alone: dict[str, Any], on_two: list[dict[str, Any]], schedu
     """The norm of the gradients is 0.3% less than with 1F1B, in bf16 too: torch's."""
     found, plain = last_stage(on_two, schedule), last_stage(on_two, f"{schedule}, bf16")
     assert_rounded(found, plain, steps=2, by=2e-4)
-    assert_rounded(found, alone["microbatches"][:2], steps=2, by=4e-3)
+    assert_rounded(found, alone["microbatches"], steps=2, by=4e-3)
 
 
 def test_tensor_parallel_stages(alone: dict[str, Any], on_four: list[dict[str, Any]]) -> None:
-    assert_rounded(last_stage(on_four, "tp x pp"), alone["microbatches"][:2], steps=2)
+    assert_rounded(last_stage(on_four, "tp x pp"), alone["microbatches"], steps=2)
 
 
 def test_every_product_of_a_pipeline(on_two: list[dict[str, Any]]) -> None:
@@ -321,7 +321,7 @@ def test_checkpoints(alone: dict[str, Any], on_two: list[dict[str, Any]]) -> Non
             assert mine == {name: kept[name] for name in mine}
             assert mine
     for rank in on_two:
-        assert_rounded(rank["pp, saved"][0] + rank["pp, more"], rank["1F1B"], steps=4, by=1e-4)
+        assert_rounded(rank["pp, saved"][0] + rank["pp, more"], rank["1F1B"], steps=2, by=1e-4)
 
 
 def test_what_tensor_parallel_lacks(alone: dict[str, Any], on_two: list[dict[str, Any]]) -> None:
@@ -332,7 +332,7 @@ def test_what_tensor_parallel_lacks(alone: dict[str, Any], on_two: list[dict[str
         assert len(losses) == 2
         assert_all_in_fp8(products, {"wqkv", "wo"})
         losses, products = rank["one of three"]  # w1 reads the same input as w3
-        assert_close(losses, alone["bf16"][:2], steps=2)
+        assert_close(losses, alone["bf16"], steps=2)
         assert_all_in_fp8(products, {"wqkv", "wo", "w2", "w3"})
         assert "takes 'layers.0.feed_forward' apart" in rank["fused"]
         assert "no tensor or expert parallelism" in rank["fused"]

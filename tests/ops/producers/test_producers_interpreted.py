@@ -116,15 +116,19 @@ def test_groups(sizes: tuple[int, ...]) -> None:
 @every_activation
 @interpreted
 def test_joint_gradients(activation: ActivationName) -> None:
-    """Those of gate and up side by side, with rows in groups and without."""
-    for sizes in (None, (70, 0, 60)):
+    """Those of gate and up side by side, with rows in groups and without.
+
+    Activations differ in their PTX alone.
+    """
+    for sizes in (None, (70, 0, 60)) if activation == "silu" else (None,):
         grad, gate, up = three(130, 256)
         parts = (
             computed(activation, "gated gradient", gate, grad, up),
             computed(activation, "gated with gradient", gate, grad),
         )
         offs = None if sizes is None else ends(*sizes)
-        for formats in FORMATS if sizes is None else FORMATS[:2]:
+        every = activation == "silu" and sizes is None
+        for formats in FORMATS if every else FORMATS[:2]:
             both = torch.cat([gate, up], 1)
             made = elements().joint_gated_backward(grad, both, activation, *formats, offs)
             check(made, torch.cat(parts, 1), formats, sizes)

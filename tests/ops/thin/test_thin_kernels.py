@@ -24,7 +24,10 @@ CASES = (
     ((1, 0, 127, 129, 13, 576), 0, 200),
 )
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: str(case[0]))
-every_rank = pytest.mark.parametrize("rank", [1, 5, 8, 16, 32, 64, 100])
+RANKS = (1, 5, 8, 16, 32, 64, 100)
+every_rank = pytest.mark.parametrize("rank", RANKS)
+INTERPRETED = [*((CASES[0], rank) for rank in RANKS), *((case, 16) for case in CASES[1:])]
+"""No step of a kernel depends on the rank and also on the sizes of groups."""
 
 
 def integers(*shape: int, dtype: torch.dtype, device: Any, seed: int) -> Tensor:
@@ -57,8 +60,7 @@ def check(module: Any, case: Any, rank: int, dtype: torch.dtype, device: str = "
         assert made.stride() == wanted.stride()
 
 
-@every_rank
-@every_case
+@pytest.mark.parametrize(("case", "rank"), INTERPRETED, ids=str)
 @interpreted
 def test_interpreted(case: Any, rank: int) -> None:
     from blocktensor.ops.thin import triton_thin
