@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaModel
 from blocktensor import convert, fuse, saved_tensors_in_fp8
 from tests.support.models import randn
 
-TOKENS, HIDDEN = 256, 512
+TOKENS, HIDDEN = 128, 512
 
 
 def llama() -> LlamaModel:

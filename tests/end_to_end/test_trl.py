@@ -166,7 +166,7 @@ def test_rewards_with_a_head_in_fp8(folder: Path) -> None:
 
 # examples/grpo_fp8.py: rollouts of a second process have the log-probabilities of the trainer
 
-STEPS = 6
+STEPS = 4
 LINEARS = {f"self_attn.{x}_proj" for x in "qkvo"} | {
     f"mlp.{x}_proj" for x in ("gate", "up", "down")
 }

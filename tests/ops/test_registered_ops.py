@@ -37,6 +37,8 @@ from tests.support.numeric import E4M3, assert_same, operand, values
 
 NAMES = torch.ops.blocktensor
 SHAPES = ((130, 300), (512, 256), (1, 300), (1, 1), (0, 5), (40, 0))
+# Compilers see any size but 0 and 1 as a symbol.
+SHAPES_IN_GRAPHS = ((130, 300), (1, 1), (0, 5))
 Samples = dict[str, tuple[Any, ...]]
 
 
@@ -239,7 +241,9 @@ def test_every_registered_op_is_tested() -> None:
 def test_opcheck(label: str, shape: tuple[int, int]) -> None:
     args = op_samples(label, shape)
     before = tree_map_only(Tensor, torch.clone, args)
-    checks = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
+    checks = ["test_autograd_registration", "test_faketensor"]
+    if shape in SHAPES_IN_GRAPHS:
+        checks.append("test_aot_dispatch_dynamic")
     if not any(x.dtype == E4M3 for x in outputs(args)):  # this one multiplies the inputs
         checks.append("test_schema")
     passed = torch.library.opcheck(op_of(label), args, test_utils=checks)
