@@ -15,6 +15,7 @@ from ..model.matrix import all_fp8_weights
 from ..ops.cast.ops import dequantize
 from ..ops.formats import BLOCKS_128X128_POW2, MXFP4_GROUP, Quantized
 from ..sharding.dtensor import fp8_part
+from ..sharding.ranks import Ranks
 from .contents import entries_of
 from .export import Exported, exported, stored_in_turn, units_of
 from .mxfp4 import Packed, encoded, packed_weights
@@ -113,7 +114,10 @@ def encoding_of(found: Exported, like: str | os.PathLike[str] | None) -> Encodin
     Raises:
         ValueError, NotImplementedError, CheckpointError: see :func:`iter_mxfp4`.
     """
-    layouts = {} if like is None else packed_weights(entries_of(Path(like)))
+    layouts: dict[str, Packed] = {}
+    if like is not None:
+        ranks, folder = Ranks.of(found.tensors.values()), Path(like)
+        layouts = ranks.together(lambda: packed_weights(entries_of(folder)))
     return Encoding(_on_grids(found, layouts), layouts)
 
 

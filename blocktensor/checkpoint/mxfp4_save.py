@@ -48,8 +48,10 @@ def save_mxfp4(
         ``path``.
 
     Raises:
-        ImportError, TypeError, ValueError, NotImplementedError, CheckpointError, FileExistsError,
-        OSError: as :func:`iter_mxfp4` and :func:`save_fp8`.
+        ImportError: safetensors is not installed.
+        TypeError, ValueError, NotImplementedError, CheckpointError: as :func:`iter_mxfp4`; an error
+            of one rank raises on all.
+        FileExistsError, OSError: as :func:`save_fp8`.
 
     Examples:
         >>> scale = blocktensor.Scales(weights="power_of_two")

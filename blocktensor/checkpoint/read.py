@@ -157,8 +157,8 @@ def read_frozen(
     scales = [*zip(source.scales, source.blocks(x.shape), strict=True)]
     if own_scales:
         own_part(scale).zero_()
-        own = [blocks_of(region.slices) for region in held(data).regions]
-        cut = [(entry, part.within(blocks)) for entry, part in scales for blocks in own]
+        mine = [blocks_of(region.slices) for region in held(data).regions]
+        cut = [(entry, part.within(blocks)) for entry, part in scales for blocks in mine]
         scales = [(entry, part) for entry, part in cut if part is not None]
     entries, parts = [entry for entry, _ in scales], [part for _, part in scales]
     for copy in _copies(scale, entries, parts, read_scales):

@@ -18,6 +18,7 @@ pytest.importorskip("safetensors")
 
 from blocktensor import (
     BlockwiseFP8Weight,
+    CheckpointError,
     Recipe,
     Scales,
     convert,
@@ -117,6 +118,15 @@ def test_what_ranks_cannot_export(mesh: DeviceMesh, tmp_path: Path) -> None:
     for export in (lambda: [*iter_mxfp4(inside)], lambda: save_mxfp4(inside, tmp_path / "inside")):
         with pytest.raises(NotImplementedError, match=r"parts of 48 .* need whole groups of 32"):
             export()
+    model, like = cut(made(), "TP and EP", mesh), tmp_path / "like"
+    if dist.get_rank() == 0:
+        like.mkdir()
+        stored(like, as_deepseek(*any_codes(64, 64)))
+    dist.barrier()
+    with pytest.raises(CheckpointError, match="no checkpoint"):  # on both ranks
+        iter_mxfp4(model, like=like if dist.get_rank() == 0 else tmp_path)
+    if dist.get_rank() == 0:
+        (like / "model.safetensors").unlink()
     other = nn.Sequential(nn.Linear(256, 256, bias=False)).requires_grad_(False)
     convert(other, IN_POWERS, skip_small=False)
     other[0].weight.recipe = GRID  # the cast had none
