@@ -53,7 +53,7 @@ class Model(nn.Module):
         self.experts = nn.Module()
 
 
-def made(frozen: bool = False, seed: int = 0) -> nn.Module:
+def made(frozen: bool = False, seed: int = 0, device: str = "cpu") -> nn.Module:
     model = Model()
     for i, x in enumerate(model.parameters(), 10 * seed):
         x.data.copy_(randn(*x.shape, seed=i, dtype=torch.float32))
@@ -63,7 +63,7 @@ def made(frozen: bool = False, seed: int = 0) -> nn.Module:
     model.experts.down_proj = nn.Parameter(BlockwiseFP8Weight(stack, GRID_KN))
     if frozen:
         freeze(model)
-    return model
+    return model.to(device)
 
 
 def cut(model: Any, layout: str, mesh: DeviceMesh) -> nn.Module:
@@ -79,14 +79,14 @@ def cut(model: Any, layout: str, mesh: DeviceMesh) -> nn.Module:
     return model
 
 
-@on_ranks(2, 4, gpus=())
-def test_ranks_write_the_bytes_of_one_process(world: int, tmp_path: Path) -> None:
-    mesh = shared_mesh("cpu", world, names=("all",))
+@on_ranks(2, 4, gpus=[2])
+def test_ranks_write_the_bytes_of_one_process(world: int, device: str, tmp_path: Path) -> None:
+    mesh = shared_mesh(device, world, names=("all",))
     cases = [("FSDP2", False), ("FSDP2", True), ("TP and EP", False)]
     if world == 4:
-        mesh, cases = shared_mesh("cpu", 2, 2, names=("a", "b")), [("FSDP2 over TP and EP", False)]
+        mesh, cases = shared_mesh(device, 2, 2, names=("a", "b")), [("FSDP2 over TP and EP", False)]
     for number, (layout, frozen) in enumerate(cases):
-        single, model = made(frozen), cut(made(frozen), layout, mesh)
+        single, model = made(frozen, device=device), cut(made(frozen, device=device), layout, mesh)
         want = dict(iter_mxfp4(single))
         same_bits(dict(iter_mxfp4(model)), want)
         same_bits(dict(iter_mxfp4(model, rank=1)), want if dist.get_rank() == 1 else {})
@@ -103,7 +103,7 @@ def test_ranks_write_the_bytes_of_one_process(world: int, tmp_path: Path) -> Non
             given.mkdir(exist_ok=True)
             stored(given, tensors)
         dist.barrier()
-        other = cut(made(frozen, seed=1), layout, mesh)
+        other = cut(made(frozen, 1, device), layout, mesh)
         load_fp8(other, given, trainable=not frozen)
         save_mxfp4(other, folder, like=given, overwrite=True)
         dist.barrier()
