@@ -384,8 +384,9 @@ def _load(
         total = sum(_nbytes(targets[name].current, name in plan.frozen) for name in plan.sources)
         with progress_bar("load_fp8", total, progress) as done:
             ranks.together(lambda: read(done))
-        for name, made in values.items():
-            if name in plan.frozen and plan.is_computed(name) and isinstance(made, Tensor):
+        for name in plan.frozen:  # in the order of the model, equal on all ranks
+            made = values[name]
+            if plan.is_computed(name) and isinstance(made, Tensor):
                 share_scales(made)
     except BaseException:
         with contextlib.suppress(Exception):  # restore the module that has refused its state

@@ -166,6 +166,8 @@ class _Weight(_Item):
 
 def _check_groups(x: Any, layout: _Layout, format: BlockFormat) -> None:
     """Check that the parts of all ranks cut no groups of the grid of a format."""
+    if format.mxfp4_group is None:
+        return
     for part in layout.ranks:
         for region in part.regions:
             for dim, piece in enumerate(region.pieces):
