@@ -8,7 +8,7 @@ from . import distributed, functional, reports
 from . import registration as _registration  # noqa: F401  (fills the tables of ops)
 from .autograd.quantize import quantize
 from .autograd.saved_tensors import saved_tensors_in_fp8
-from .checkpoint import CheckpointError, iter_fp8, iter_mxfp4, load_fp8, save_fp8
+from .checkpoint import CheckpointError, iter_fp8, iter_mxfp4, load_fp8, save_fp8, save_mxfp4
 from .conversion.convert import convert, to_blockwise_fp8_weights
 from .conversion.freeze import freeze, unfreeze
 from .conversion.report import MinSizes
@@ -28,8 +28,8 @@ __all__ = [
     "BlockwiseFP8Tensor", "BlockwiseFP8Weight", "CheckpointError", "MinSizes", "Recipe", "Scales",
     "audit", "audit_step", "convert", "distributed", "explain", "freeze", "functional", "fuse",
     "iter_fp8", "iter_mxfp4", "load_fp8", "monitor", "plan", "quantize", "reports", "save_fp8",
-    "saved_tensors_in_fp8", "share_inputs", "to_blockwise_fp8_weights", "unfreeze", "unfuse",
-    "unshare_inputs",
+    "save_mxfp4", "saved_tensors_in_fp8", "share_inputs", "to_blockwise_fp8_weights", "unfreeze",
+    "unfuse", "unshare_inputs",
 ]  # fmt: skip
 
 

@@ -186,7 +186,7 @@ def _units(group: Group, found: Exported) -> Iterator[Unit]:
 
     for _, same in itertools.groupby(enumerate(_in_order(group)), key):
         tensors = tuple(stored for _, stored in same)
-        yield Unit(tensors, group, sum(_nbytes(stored, found) for stored in tensors))
+        yield Unit(tensors, group, sum(nbytes_of(stored, found) for stored in tensors))
 
 
 def _in_order(group: Group) -> Group:
@@ -198,7 +198,8 @@ def _in_order(group: Group) -> Group:
     return sorted(group, key=place)
 
 
-def _nbytes(stored: Stored, found: Exported) -> int:
+def nbytes_of(stored: Stored, found: Exported) -> int:
+    """Return the bytes of an exported tensor, in FP8 with its scales."""
     first = found.tensors.get(stored.of[0])
     fp8 = fp8_part(first)
     if stored.of[0] in found.fp8 and fp8 is not None:

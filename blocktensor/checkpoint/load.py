@@ -34,7 +34,7 @@ from .match import Matched, Source, check_fits, match, some
 from .mxfp4 import Unpacked
 from .on_disk import CheckpointError, require_safetensors
 from .parts import Box, all_of
-from .read import Copy, check_cut, read_frozen, read_values, write_values
+from .read import Copy, Read, check_cut, read_frozen, read_values, share_scales, write_values
 
 
 @dataclass(frozen=True)
@@ -271,11 +271,8 @@ def load_matched(
     _load(model, targets, plan, ranks, device, False)
 
 
-ReadWhole = Callable[[Entry], Tensor]
-"""A function that returns all of a stored tensor."""
-
-Computed = dict[Entry, Callable[[ReadWhole], Tensor]]
-"""Functions that compute tensors which no file holds, from stored ones."""
+Computed = dict[Entry, Callable[[Read, Box], Tensor]]
+"""Functions that compute boxes of tensors which no file holds, from boxes of stored ones."""
 
 
 class _Plan(NamedTuple):
@@ -284,7 +281,7 @@ class _Plan(NamedTuple):
     Attributes:
         sources: the stored tensors of the model's, by name.
         frozen: the names of those that become frozen FP8 weights, in order.
-        computed: functions that compute tensors which no file holds, from stored ones.
+        computed: functions that compute boxes of tensors which no file holds.
         states: the modules with an extra state, and its stored tensor.
         recipe: as for :func:`load_fp8`.
     """
@@ -294,6 +291,10 @@ class _Plan(NamedTuple):
     computed: Computed
     states: Mapping[str, tuple[Entry, nn.Module]]
     recipe: Recipe | None
+
+    def is_computed(self, name: str) -> bool:
+        """Return True if no file holds the bytes of a tensor, or of a part of it."""
+        return any(entry in self.computed for entry in self.sources[name].weights)
 
 
 def _planned(
@@ -333,9 +334,9 @@ def _planned(
 
 
 def _one_of(
-    compute: Callable[[ReadWhole], Mapping[str, Tensor]], name: str, read: ReadWhole
+    compute: Callable[[Read], Mapping[str, Tensor]], name: str, read: Read, box: Box
 ) -> Tensor:
-    return compute(read)[name]
+    return compute(read)[name][box]
 
 
 def _load(
@@ -365,7 +366,14 @@ def _load(
         for name, source in sorted(plan.sources.items(), key=lambda x: x[1].weights[0].file):
             current = targets[name].current
             if name in plan.frozen:
-                values[name] = read_frozen(current, source, home, plan.recipe, files.read)
+                values[name] = read_frozen(
+                    current,
+                    source,
+                    home,
+                    plan.recipe,
+                    files.read,
+                    own_scales=plan.is_computed(name),
+                )
             else:
                 values[name] = read_values(current, source, home, files.read)
             done(_nbytes(current, name in plan.frozen))
@@ -376,6 +384,10 @@ def _load(
         total = sum(_nbytes(targets[name].current, name in plan.frozen) for name in plan.sources)
         with progress_bar("load_fp8", total, progress) as done:
             ranks.together(lambda: read(done))
+        for name in plan.frozen:  # in the order of the model, equal on all ranks
+            made = values[name]
+            if plan.is_computed(name) and isinstance(made, Tensor):
+                share_scales(made)
     except BaseException:
         with contextlib.suppress(Exception):  # restore the module that has refused its state
             set_states(before)
@@ -489,7 +501,7 @@ class _Files:
     def read(self, entry: Entry, box: Box) -> Tensor:
         """Return a box of a stored tensor, mapped from its file, or of one that is computed."""
         if entry in self._computed:
-            return self._computed[entry](self.whole)[box]
+            return self._computed[entry](self.read, box)
         return _box(entry, box, self._opened)
 
     def whole(self, entry: Entry) -> Tensor:

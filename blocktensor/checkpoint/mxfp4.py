@@ -12,7 +12,7 @@ power-of-two scale, unless the scales in it are more than 14 binades apart.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import lru_cache, partial
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -23,6 +23,8 @@ from ..ops.formats import BLOCKS_128X128_POW2, MXFP4_GROUP, Quantized
 from ..ops.reference import mxfp4_scale
 from .contents import Entry, names_of_scales
 from .on_disk import SCALE_SUFFIX
+from .parts import Box, blocks_of, spelled, whole_blocks
+from .read import Read
 
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """The numbers of e2m1, by their four bits (OCP Microscaling Formats 1.0, section 5.3.3)."""
@@ -31,8 +33,6 @@ _BLOCKS, _SCALES = "_blocks", "_scales"
 
 _BIAS, _NAN = 127, 255
 """The codes of 1 and of NaN in e8m0."""
-
-ReadWhole = Callable[[Entry], Tensor]
 
 
 class Packed(NamedTuple):
@@ -54,24 +54,36 @@ class Packed(NamedTuple):
         cols = groups * MXFP4_GROUP
         return (*lead, cols, rows) if self.transposed else (*lead, rows, cols)
 
-    def read(self, read: ReadWhole) -> tuple[Quantized, int]:
-        """Return the weight in blocks of 128x128, and the number of blocks that are not exact."""
-        codes, scales = read(self.codes), read(self.scales)
-        forms, rounded = [], 0
-        *_, rows, groups = scales.shape
-        matrices = codes.view(torch.uint8).reshape(-1, rows, groups * MXFP4_GROUP // 2)
-        for code, scale in zip(matrices, scales.reshape(-1, rows, groups), strict=True):
+    def read(self, read: Read, blocks: Box) -> tuple[Quantized, Tensor]:
+        """Return a box of 128x128 blocks of the weight in FP8, and which of them are not exact."""
+        *lead, rows, cols = whole_blocks(blocks, self.shape)
+        if self.transposed:
+            rows, cols = cols, rows
+        groups = _divided(cols, MXFP4_GROUP)
+        is_grouped = len(self.codes.shape) > len(self.scales.shape)
+        of_codes = (groups, slice(0, MXFP4_GROUP // 2)) if is_grouped else (_divided(cols, 2),)
+        scales = read(self.scales, (*lead, rows, groups))
+        codes = read(self.codes, (*lead, rows, *of_codes)).view(torch.uint8)
+        forms, inexact = [], []
+        n, g = scales.shape[-2:]
+        matrices = codes.reshape(-1, n, g * MXFP4_GROUP // 2)
+        for code, scale in zip(matrices, scales.reshape(-1, n, g), strict=True):
             values = _values(code, scale)
             form = quantize_rowwise(values, BLOCKS_128X128_POW2)
             is_other = dequantize(form, torch.float32) != values
-            rounded += int(shard_amax(is_other.float(), form.format, 0, 0).count_nonzero())
+            inexact.append(shard_amax(is_other.float(), form.format, 0, 0) > 0)
             forms.append(transpose(form) if self.transposed else form)
-        lead = self.shape[:-2]
-        data, scale = (
-            torch.stack(parts).view(*lead, *parts[0].shape)
-            for parts in ([form.data for form in forms], [form.scale for form in forms])
+        data, scale, rounded = (
+            torch.stack(parts).view(*scales.shape[:-2], *parts[0].shape)
+            for parts in ([x.data for x in forms], [x.scale for x in forms], inexact)
         )
+        if self.transposed:
+            rounded = rounded.mT
         return Quantized(data, scale, BLOCKS_128X128_POW2), rounded
+
+
+def _divided(run: slice, by: int) -> slice:
+    return slice(run.start // by, run.stop // by)
 
 
 def _values(codes: Tensor, scales: Tensor) -> Tensor:
@@ -120,16 +132,16 @@ class Unpacked:
 
     Attributes:
         entries: its tensors.
-        computed: functions that compute those tensors which no file holds.
-        rounded: by the name of each weight read so far, its blocks that are not exact, if any.
+        computed: functions that compute boxes of those tensors which no file holds.
+        rounded: by the name of each weight, its blocks read so far that are not exact, if any.
     """
 
     def __init__(self, entries: Mapping[str, Entry]) -> None:
         self.entries = dict(entries)
-        self.computed: dict[Entry, Callable[[ReadWhole], Tensor]] = {}
+        self.computed: dict[Entry, Callable[[Read, Box], Tensor]] = {}
         self.rounded: dict[str, int] = {}
-        self._scales: dict[Packed, Tensor] = {}
-        self._latest = lru_cache(maxsize=1)(self._read)
+        self._inexact: dict[Packed, set[tuple[int, ...]]] = {}
+        self._scales: dict[tuple[Packed, str], Tensor] = {}
         for weight, (scales, packed) in _found(entries).items():
             for each in (packed.codes, packed.scales):
                 del self.entries[each.name]
@@ -140,20 +152,29 @@ class Unpacked:
             self.computed[of_weight] = partial(self._data, packed)
             self.computed[of_scales] = partial(self._scale, packed)
 
-    def _read(self, packed: Packed, read: ReadWhole) -> Quantized:
-        form, rounded = packed.read(read)
-        if rounded:
-            self.rounded[packed.codes.name] = rounded
+    def _read(self, packed: Packed, read: Read, blocks: Box) -> Quantized:
+        form, is_inexact = packed.read(read, blocks)
+        if is_inexact.any():
+            found = self._inexact.setdefault(packed, set())
+            first = torch.tensor([run.start for run in blocks])
+            found.update(map(tuple, (is_inexact.nonzero() + first).tolist()))
+            self.rounded[packed.codes.name] = len(found)
         return form
 
-    def _data(self, packed: Packed, read: ReadWhole) -> Tensor:
-        form = self._latest(packed, read)
-        self._scales[packed] = form.scale  # asked for later, when other weights have been read
-        return form.data
+    def _data(self, packed: Packed, read: Read, box: Box) -> Tensor:
+        blocks = blocks_of(box)
+        form = self._read(packed, read, blocks)
+        self._scales[packed, spelled(blocks)] = form.scale  # asked for later
+        whole = whole_blocks(blocks, packed.shape)
+        inside = (
+            slice(run.start - all_runs.start, run.stop - all_runs.start)
+            for run, all_runs in zip(box, whole, strict=True)
+        )
+        return form.data[tuple(inside)]
 
-    def _scale(self, packed: Packed, read: ReadWhole) -> Tensor:
-        known = self._scales.pop(packed, None)
-        return self._latest(packed, read).scale if known is None else known
+    def _scale(self, packed: Packed, read: Read, blocks: Box) -> Tensor:
+        known = self._scales.pop((packed, spelled(blocks)), None)
+        return self._read(packed, read, blocks).scale if known is None else known
 
 
 def packed_weights(entries: Mapping[str, Entry]) -> dict[str, Packed]:

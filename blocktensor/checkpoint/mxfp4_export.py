@@ -15,6 +15,7 @@ from ..model.matrix import all_fp8_weights
 from ..ops.cast.ops import dequantize
 from ..ops.formats import BLOCKS_128X128_POW2, MXFP4_GROUP, Quantized
 from ..sharding.dtensor import fp8_part
+from ..sharding.ranks import Ranks
 from .contents import entries_of
 from .export import Exported, exported, stored_in_turn, units_of
 from .mxfp4 import Packed, encoded, packed_weights
@@ -32,7 +33,8 @@ def iter_mxfp4(
 
     Weights whose recipe has a ``weight_grid`` become 4-bit numbers and a power of two for each 32
     of a row. They are the values that the next forward reads, bit for bit, trained or frozen. Other
-    tensors are yielded as by :func:`iter_fp8`, whose notes on sharded models hold here too.
+    tensors are yielded as by :func:`iter_fp8`, whose notes on sharded models hold here too: ranks
+    exchange FP8 bytes, and those that get tensors encode them.
 
     A matrix ``a.weight`` ``[N, K]`` becomes int8 ``a.weight`` ``[N, K/2]`` and e8m0 ``a.scale``
     ``[N, K/32]``, as in DeepSeek-V4; a stack ``a`` ``[E, K, N]`` becomes uint8 ``a_blocks``
@@ -56,7 +58,7 @@ def iter_mxfp4(
         TypeError, ValueError: as :func:`iter_fp8`; no weight has a ``weight_grid``; a weight that
             is not on the grid, of rows that are no multiple of 32, or of another shape in ``like``.
         NotImplementedError: a stack ``[E, N, K]`` (pass ``separate_experts=True``), or a matrix
-            ``[K, N]``: no layout is known.
+            ``[K, N]``: no layout is known; a weight that ranks have cut inside of groups.
         CheckpointError: ``like`` cannot be read.
 
     Examples:
@@ -70,20 +72,58 @@ def iter_mxfp4(
         0.scale [512, 8] torch.float8_e8m0fnu
     """
     weights = exported(model, "iter_mxfp4", separate_experts)
-    grids = _on_grids(model, weights)
-    layouts = {} if like is None else packed_weights(entries_of(Path(like)))
+    encoding = encoding_of(weights, like)
     yields = rank is None or rank == (dist.get_rank() if dist.is_initialized() else 0)
     return (
         pair
         for stored in stored_in_turn(weights, units_of(weights))
         if yields
-        for pair in _packed(stored, grids, layouts).items()
+        for pair in encoding.encode(stored).items()
     )
 
 
-def _on_grids(model: nn.Module, found: Exported) -> dict[str, bool]:
+class Encoding(NamedTuple):
+    """The weights of an export that become MXFP4.
+
+    Attributes:
+        grids: by their names, True if groups lie along columns.
+        layouts: the weights of the checkpoint ``like`` by name.
+    """
+
+    grids: Mapping[str, bool]
+    layouts: Mapping[str, Packed]
+
+    def encode(self, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the tensors of a unit, weights on the grid in MXFP4."""
+        made: dict[str, Tensor] = {}
+        for name, x in stored.items():
+            weight = name.removesuffix(SCALE_SUFFIX)
+            if name == weight + SCALE_SUFFIX and weight in self.grids:
+                continue  # the scales of an FP8 weight
+            if name not in self.grids:
+                made[name] = x
+                continue
+            form = Quantized(x, stored[name + SCALE_SUFFIX], BLOCKS_128X128_POW2)
+            made |= _as_mxfp4(name, form, self.grids[name], self.layouts.get(name))
+        return made
+
+
+def encoding_of(found: Exported, like: str | os.PathLike[str] | None) -> Encoding:
+    """Find the weights of an export that become MXFP4, and check them, except for their values.
+
+    Raises:
+        ValueError, NotImplementedError, CheckpointError: see :func:`iter_mxfp4`.
+    """
+    layouts: dict[str, Packed] = {}
+    if like is not None:
+        ranks, folder = Ranks.of(found.tensors.values()), Path(like)
+        layouts = ranks.together(lambda: packed_weights(entries_of(folder)))
+    return Encoding(_on_grids(found, layouts), layouts)
+
+
+def _on_grids(found: Exported, layouts: Mapping[str, Packed]) -> dict[str, bool]:
     """Return the stored weights that become MXFP4: by name, True if groups lie along columns."""
-    transposed = {id(x.parameter) for x in all_fp8_weights(model) if x.is_transposed}
+    transposed = {id(x.parameter) for x in all_fp8_weights(found.model) if x.is_transposed}
     grids = {}
     for name in found.fp8:
         x = found.tensors[name]
@@ -103,6 +143,7 @@ def _on_grids(model: nn.Module, found: Exported) -> dict[str, bool]:
             if parts:
                 (is_kn,) = parts  # all parts of a stored weight have one layout
                 _check_layout(stored.name, stored.shape, is_kn)
+                _check_like(stored.name, stored.shape, layouts.get(stored.name))
                 made[stored.name] = is_kn
     return made
 
@@ -124,33 +165,21 @@ def _check_layout(name: str, shape: tuple[int, ...], is_kn: bool) -> None:
         )
 
 
-def _packed(
-    stored: Mapping[str, Tensor], grids: Mapping[str, bool], layouts: Mapping[str, Packed]
-) -> dict[str, Tensor]:
-    """Return the tensors of a unit, weights on the grid in MXFP4."""
-    made: dict[str, Tensor] = {}
-    for name, x in stored.items():
-        weight = name.removesuffix(SCALE_SUFFIX)
-        if name == weight + SCALE_SUFFIX and weight in grids:
-            continue  # the scales of an FP8 weight
-        if name not in grids:
-            made[name] = x
-            continue
-        form = Quantized(x, stored[name + SCALE_SUFFIX], BLOCKS_128X128_POW2)
-        made |= _as_mxfp4(name, form, grids[name], layouts.get(name))
-    return made
-
-
-def _as_mxfp4(name: str, form: Quantized, is_kn: bool, layout: Packed | None) -> dict[str, Tensor]:
-    """Return the two tensors of a weight in MXFP4, by name."""
-    shape = tuple(form.data.shape)
-    if layout is not None and layout.shape != shape:
+def _check_like(name: str, shape: tuple[int, ...], layout: Packed | None) -> None:
+    """Check that a weight has the same shape in the checkpoint ``like``."""
+    if layout is not None and layout.shape != tuple(shape):
         raise ValueError(
             f"{name} is {list(shape)} here and {list(layout.shape)} in {layout.codes.file}: pass "
             f"the checkpoint of a model of the same sizes as like"
         )
+
+
+def _as_mxfp4(name: str, form: Quantized, is_kn: bool, layout: Packed | None) -> dict[str, Tensor]:
+    """Return the two tensors of a weight in MXFP4, by name."""
     known = None if layout is None else _read(layout.scales)
-    stack = form if len(shape) == 3 else form._replace(data=form.data[None], scale=form.scale[None])
+    stack = (
+        form if form.data.ndim == 3 else form._replace(data=form.data[None], scale=form.scale[None])
+    )
     codes, scales = [], []
     for e in range(len(stack.data)):
         values = dequantize(Quantized(stack.data[e], stack.scale[e], form.format), torch.float32)

@@ -85,7 +85,7 @@ class Part(NamedTuple):
             return None
         if any(run.start % BLOCK for run in (*self.here[-2:], *self.there[-2:])):
             return None
-        return self._replace(there=_blocks(self.there), here=_blocks(self.here))
+        return self._replace(there=blocks_of(self.there), here=blocks_of(self.here))
 
 
 def sizes_of(box: Box) -> tuple[int, ...]:
@@ -103,6 +103,16 @@ def all_of(shape: Sequence[int]) -> Box:
     return tuple(slice(0, size) for size in shape)
 
 
+def whole_blocks(blocks: Box, shape: Sequence[int]) -> Box:
+    """Return the box of all elements of blocks, in a weight of this shape."""
+    *lead, rows, cols = blocks
+    ends = zip((rows, cols), shape[-2:], strict=True)
+    return (
+        *lead,
+        *(slice(run.start * BLOCK, min(run.stop * BLOCK, size)) for run, size in ends),
+    )
+
+
 def entire(name: str, shape: Sequence[int]) -> Part:
     """Return the part that covers two equal tensors."""
     return Part(name, all_of(shape), all_of(shape), tuple(range(len(shape))))
@@ -113,7 +123,8 @@ def cover(parts: Sequence[Part], shape: Sequence[int]) -> bool:
     return sum(math.prod(part.shape) for part in parts) == math.prod(shape)
 
 
-def _blocks(box: Box) -> Box:
+def blocks_of(box: Box) -> Box:
+    """Return the indices of the blocks in which a box of a weight lies."""
     *lead, rows, cols = box
     return (
         *lead,

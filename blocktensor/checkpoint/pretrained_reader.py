@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .contents import Entry
-from .parts import Part
+from .parts import Box, Part, all_of
 from .pretrained import Loaded, Rules, loaded, rules_of, skeleton
 from .traced import TracedTensor, traced
 
@@ -89,11 +89,12 @@ class PretrainedReader:
         """The names of the stored tensors."""
         return [self._prefix + name for name in self._entries]
 
-    def compute(self, read: Callable[[Entry], Tensor]) -> dict[str, Tensor]:
-        """Return the values of all tensors in :attr:`computed`; ``read`` gives stored ones."""
+    def compute(self, read: Callable[[Entry, Box], Tensor]) -> dict[str, Tensor]:
+        """Return the values of all tensors in :attr:`computed`; ``read`` reads stored ones."""
         needed = {name for names in self.computed.values() for name in names}
         stored = [name.removeprefix(self._prefix) for name in needed]
-        made = self._loaded({name: read(self._entries[name]) for name in stored})
+        entries = {name: self._entries[name] for name in stored}
+        made = self._loaded({name: read(x, all_of(x.shape)) for name, x in entries.items()})
         return {name: made.tensors[name.removeprefix(self._prefix)] for name in self.computed}
 
     def _loaded(self, values: Mapping[str, Tensor]) -> Loaded:

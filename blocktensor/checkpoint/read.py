@@ -18,12 +18,13 @@ from ..recipe import DEFAULT_RECIPE, Recipe
 from ..sharding.cuts import frozen_like, frozen_parts, frozen_twin, held
 from ..sharding.dtensor import cut_as, fp8_part, local_of, own_part, with_local
 from ..sharding.fsdp.shards import FP8Shard
+from ..sharding.part import max_over_ranks
 from ..tensor.base import MasterBase
 from ..tensor.weight import BlockwiseFP8Weight
 from .contents import Entry
 from .match import Source
 from .on_disk import CheckpointError
-from .parts import Box, Part, all_of
+from .parts import Box, Part, all_of, blocks_of
 
 Read = Callable[[Entry, Box], Tensor]
 """A function that returns a box of a stored tensor, mapped from its file."""
@@ -39,7 +40,7 @@ class Copy(NamedTuple):
         into: its indices in the memory.
         part: its shape there.
         data: the box, mapped from its file.
-        scale: the fp32 scale of each block of the whole stored weight; None copies ``data``.
+        scale: the fp32 scale of each block in which the box lies; None copies ``data``.
     """
 
     into: Box
@@ -58,8 +59,11 @@ class Copy(NamedTuple):
 
 def _values(data: Tensor, scale: Tensor, box: Box, dtype: torch.dtype) -> Tensor:
     """Return ``data * scale`` of a box of a stored weight, which may cut blocks."""
-    scale = scale.to(data.device)[box[:-2]]
-    rows, cols = (torch.arange(x.start, x.stop, device=data.device) // BLOCK for x in box[-2:])
+    scale = scale.to(data.device)
+    rows, cols = (
+        torch.arange(x.start, x.stop, device=data.device) // BLOCK - x.start // BLOCK
+        for x in box[-2:]
+    )
     made = torch.empty(data.shape, dtype=dtype, device=data.device)
     step = max(1, _AT_ONCE // max(1, data[..., :1, :].numel()))
     for first in range(0, len(rows), step):
@@ -103,8 +107,7 @@ def read_values(x: Tensor, source: Source, device: torch.device, read: Read) -> 
     A new tensor has its own memory: else a write to the file would change the model. A weight that
     is stored in FP8 is dequantized.
     """
-    scales = [_scales(entry, weight.shape, BLOCKS_128X128, read) for entry, weight in source.scaled]
-    copies = [*_copies(x, source.weights, source.parts, read, scales)]
+    copies = [*_copies(x, source.weights, source.parts, read, source.scales)]
     if not x.is_meta:
         return copies
     memory = torch.empty(own_part(x).shape, dtype=x.dtype, device=device)
@@ -119,9 +122,19 @@ def read_values(x: Tensor, source: Source, device: torch.device, read: Read) -> 
 
 
 def read_frozen(
-    x: Tensor, source: Source, device: torch.device, recipe: Recipe | None, read: Read
+    x: Tensor,
+    source: Source,
+    device: torch.device,
+    recipe: Recipe | None,
+    read: Read,
+    *,
+    own_scales: bool = False,
 ) -> Tensor:
-    """Return the stored frozen weight, or this rank's part of it."""
+    """Return the stored frozen weight, or this rank's part of it.
+
+    ``own_scales``: read the scales of only those blocks in which the part lies; zeros stand for
+    the others, until :func:`share_scales`.
+    """
     own: Recipe = getattr(fp8_part(x), "recipe", DEFAULT_RECIPE)
     chosen = recipe or own
     format = chosen.weight_format
@@ -137,23 +150,48 @@ def read_frozen(
     shapes = {entry: weight.shape for entry, weight in source.scaled}
 
     def read_scales(entry: Entry, box: Box) -> Tensor:
-        return _scales(entry, shapes[entry], format, read)[box]
+        return _scales(entry, shapes[entry], box, format, read)
 
     for copy in _copies(data, source.weights, source.parts, read):
         copy.write(own_part(data))
-    for copy in _copies(scale, source.scales, source.blocks(x.shape), read_scales):
+    scales = [*zip(source.scales, source.blocks(x.shape), strict=True)]
+    if own_scales:
+        own_part(scale).zero_()
+        mine = [blocks_of(region.slices) for region in held(data).regions]
+        cut = [(entry, part.within(blocks)) for entry, part in scales for blocks in mine]
+        scales = [(entry, part) for entry, part in cut if part is not None]
+    entries, parts = [entry for entry, _ in scales], [part for _, part in scales]
+    for copy in _copies(scale, entries, parts, read_scales):
         copy.write(own_part(scale))
     return frozen_like(x, data, scale, chosen)
 
 
-def _scales(entry: Entry, weight: Sequence[int], format: BlockFormat, read: Read) -> Tensor:
-    """Return all stored scales of a weight of this shape, checked.
+def share_scales(x: Tensor) -> None:
+    """Give the scales of all blocks to the ranks that keep them and have read some of them.
 
-    Every rank checks all scales of the weight, so that the error names the block of a bad scale.
+    Ranks of FSDP2 keep all scales of a weight, of which each holds some rows. All ranks call it.
     """
-    stored = read(entry, all_of(entry.shape))
-    scales = stored.float().view(format.scale_shape(weight))
-    problem = bad_scale(scales, format)
+    if local_of(x) is None:
+        return
+    data, scale = frozen_parts(x)
+    memory, mesh = own_part(scale), data.device_mesh  # type: ignore[attr-defined]
+    cuts = zip(data.placements, scale.placements, strict=True)  # type: ignore[attr-defined]
+    for dim, (of_data, of_scale) in enumerate(cuts):
+        if of_scale.is_replicate() and not of_data.is_replicate():
+            sent = memory.to(mesh.device_type, copy=True)
+            memory.copy_(max_over_ranks(sent, mesh.get_group(dim)))
+
+
+def _scales(
+    entry: Entry, weight: Sequence[int], box: Box, format: BlockFormat, read: Read
+) -> Tensor:
+    """Return the stored scales of a box of blocks of a weight of this shape, checked."""
+    shape = format.scale_shape(weight)
+    if entry.shape == shape:
+        scales = read(entry, box).float()
+    else:  # with other dimensions of size 1
+        scales = read(entry, all_of(entry.shape)).float().view(shape)[box]
+    problem = bad_scale(scales, format, [run.start for run in box])
     if problem is not None:
         raise CheckpointError(f"{entry}: {problem}")
     return scales
@@ -182,7 +220,7 @@ def _copies(
     entries: Sequence[Entry],
     parts: Sequence[Part],
     read: Read,
-    scales: Sequence[Tensor] = (),
+    scales: Sequence[Entry] = (),
 ) -> Iterator[Copy]:
     """Yield what this rank copies into its part of ``x``.
 
@@ -190,7 +228,7 @@ def _copies(
         x: a plain tensor or a DTensor.
         entries, parts: the stored tensors, and where they are in all of ``x``.
         read: a function that reads the stored tensors.
-        scales: of the stored tensors, by which they are dequantized; default: they are not.
+        scales: the scales of each stored tensor, by which it is dequantized; default: it is not.
     """
     for region in held(x).regions:
         for i, (entry, whole) in enumerate(zip(entries, parts, strict=True)):
@@ -201,4 +239,8 @@ def _copies(
                 slice(run.start - p.start + p.local, run.stop - p.start + p.local)
                 for run, p in zip(part.here, region.pieces, strict=True)
             )
-            yield Copy(into, part, read(entry, part.there), scales[i] if scales else None)
+            data, scale = read(entry, part.there), None
+            if scales:
+                blocks = blocks_of(part.there)
+                scale = _scales(scales[i], entry.shape, blocks, BLOCKS_128X128, read)
+            yield Copy(into, part, data, scale)

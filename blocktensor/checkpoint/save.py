@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from torch import Tensor, nn
 
@@ -20,7 +20,8 @@ from .export import Exported, Unit, exported, stored_in_turn, units_of
 from .in_place import holds_nothing, naming, put_in_place, staging, write_json
 from .on_disk import CONFIG, INDEX, SINGLE, require_safetensors, write_shard
 
-_DEFAULT_SHARD = 5 << 30
+DEFAULT_SHARD = 5 << 30
+"""Default size limit of a file."""
 
 
 def save_fp8(
@@ -30,7 +31,7 @@ def save_fp8(
     separate_experts: bool = False,
     all_in_fp8: bool = False,
     config: Mapping[str, Any] | None = None,
-    max_shard_bytes: int = _DEFAULT_SHARD,
+    max_shard_bytes: int = DEFAULT_SHARD,
     overwrite: bool = False,
     progress: bool | None = None,
 ) -> Path:
@@ -101,41 +102,86 @@ def save_fp8(
         >>> sorted(path.name for path in folder.iterdir())
         ['config.json', 'model-00001-of-00001.safetensors', 'model.safetensors.index.json']
     """
-    require_safetensors()
-    if max_shard_bytes < 1:
-        raise ValueError(f"max_shard_bytes={max_shard_bytes}: expected at least 1")
-    check_progress(progress)
+    folder = Folder("save_fp8", Path(path), max_shard_bytes, overwrite, progress)
+    folder.check()
     weights = exported(model, "save_fp8", separate_experts)
     warn_of_lost_changes(model, "save_fp8")
-    ranks, folder = Ranks.of(weights.tensors.values()), Path(os.path.realpath(path))
     described = Described(weights, ())
     if not all_in_fp8:
         described = readable(described)
         weights = described.found
-    content = _config_of(model) if config is None else config
+    content = config_of(model) if config is None else config
     content = {**content, "quantization_config": described.config}
+    write_checkpoint(folder, weights, units_of(weights), content, lambda stored: stored)
+    return folder.path
 
+
+class Folder(NamedTuple):
+    """The place of a new checkpoint.
+
+    Attributes:
+        caller: the public function that writes it.
+        path, max_shard_bytes, overwrite, progress: as for :func:`save_fp8`.
+    """
+
+    caller: str
+    path: Path
+    max_shard_bytes: int
+    overwrite: bool
+    progress: bool | None
+
+    def check(self) -> None:
+        """Check the arguments.
+
+        Raises:
+            ImportError, TypeError, ValueError: see :func:`save_fp8`.
+        """
+        require_safetensors()
+        if self.max_shard_bytes < 1:
+            raise ValueError(f"max_shard_bytes={self.max_shard_bytes}: expected at least 1")
+        check_progress(self.progress)
+
+
+def write_checkpoint(
+    to: Folder,
+    found: Exported,
+    units: Sequence[Unit],
+    config: Mapping[str, Any],
+    encode: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]],
+) -> None:
+    """Write an export to a folder, as :func:`save_fp8` does.
+
+    Args:
+        to: the folder.
+        found: the export.
+        units: its units, with the bytes that they have in the files.
+        config: the content of ``config.json``.
+        encode: a function that returns what is stored of the tensors of a unit in FP8; the rank
+            that writes them calls it.
+    """
+    ranks, folder = Ranks.of(found.tensors.values()), Path(os.path.realpath(to.path))
     with contextlib.ExitStack() as stack:
 
         def begin() -> tuple[Path, str]:
-            _check_target(folder, overwrite)
+            _check_target(folder, to.overwrite)
             staged = stack.enter_context(staging(folder))
             return staged, "" if holds_nothing(folder) else staged.name
 
         staged, tag = ranks.first(begin)
-        shards = _shards(units_of(weights), staged, tag, max_shard_bytes)
-        total = sum(unit.nbytes for members in shards.values() for unit in members)
-        with progress_bar("save_fp8", total, progress) as done:
-            index, *_ = ranks.each(lambda: _write(weights, shards, folder, ranks, done))
+        shards = _shards(units, staged, tag, to.max_shard_bytes)
+        with progress_bar(to.caller, sum(unit.nbytes for unit in units), to.progress) as done:
+            shares = ranks.each(lambda: _write(found, shards, folder, ranks, encode, done))
+        places = {name: file for share in shares for name, file in share.places.items()}
+        size = sum(share.nbytes for share in shares)
+        index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(places.items()))}
 
         def finish() -> None:
             with naming(folder):
                 write_json(staged / INDEX, index)
-                write_json(staged / CONFIG, content)
+                write_json(staged / CONFIG, config)
             put_in_place(staged)
 
         ranks.first(finish)
-    return Path(path)
 
 
 def _check_target(folder: Path, overwrite: bool) -> None:
@@ -150,7 +196,8 @@ def _check_target(folder: Path, overwrite: bool) -> None:
         )
 
 
-def _config_of(model: nn.Module) -> dict[str, Any]:
+def config_of(model: nn.Module) -> dict[str, Any]:
+    """Return the config of a transformers model; of others it is empty."""
     to_dict = getattr(getattr(model, "config", None), "to_dict", None)
     return dict(to_dict()) if callable(to_dict) else {}
 
@@ -175,14 +222,22 @@ def _shards(units: Iterable[Unit], folder: Path, tag: str, limit: int) -> dict[P
     }
 
 
+class _Share(NamedTuple):
+    """What a rank has written: the file of each tensor, and the bytes of all of them."""
+
+    places: dict[str, str]
+    nbytes: int
+
+
 def _write(
     found: Exported,
     shards: Mapping[Path, list[Unit]],
     folder: Path,
     ranks: Ranks,
+    encode: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]],
     done: Callable[[int], object],
-) -> dict[str, Any]:
-    """Write this rank's share of the shards; return the index of all.
+) -> _Share:
+    """Write this rank's share of the shards.
 
     Ranks take turns, and write in a thread, so that all of them write to the disk at once. A rank
     holds one shard at a time. A rank that fails still takes part in the gathers of the others.
@@ -202,13 +257,14 @@ def _write(
             pending: dict[str, Tensor] = {}
             for unit, stored in zip(members, stored_units, strict=False):
                 done(unit.nbytes)
-                places |= dict.fromkeys(stored, file.name)
-                size += sum(x.nbytes for x in stored.values())
                 if turn % ranks.size != ranks.index or failure is not None:
                     continue
                 try:
                     writing.result()
-                    pending |= {name: x.to("cpu", copy=True) for name, x in stored.items()}
+                    made = encode(stored)
+                    pending |= {name: x.to("cpu", copy=True) for name, x in made.items()}
+                    places |= dict.fromkeys(made, file.name)
+                    size += sum(x.nbytes for x in made.values())
                 except Exception as error:
                     if ranks.size == 1:
                         raise
@@ -218,7 +274,7 @@ def _write(
     if failure is not None:
         raise failure
     writing.result()
-    return {"metadata": {"total_size": size}, "weight_map": dict(sorted(places.items()))}
+    return _Share(places, size)
 
 
 @implements(TORCH_FUNCTIONS, Tensor.storage)

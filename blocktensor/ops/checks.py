@@ -194,10 +194,15 @@ def linear_operands(x: Tensor, w: Tensor, bias: Tensor | None, offs: Tensor | No
         bias_of(bias, w.shape[:-1], x, "the input")
 
 
-def bad_scale(scale: Tensor, format: BlockFormat) -> str | None:
+def bad_scale(scale: Tensor, format: BlockFormat, first: Sequence[int] | None = None) -> str | None:
     """Say why stored fp32 scales are bad, or return None.
 
     They must be finite, above 0, and rounded as the format says.
+
+    Args:
+        scale: the scales of all blocks of a weight, or of a box of them.
+        format: the format of the weight.
+        first: the index of the first block of the box.
     """
     fits = scale.isfinite() & (scale > 0)
     expected = ROUNDINGS["fp32"].noun
@@ -212,5 +217,6 @@ def bad_scale(scale: Tensor, format: BlockFormat) -> str | None:
         )
     if fits.all():
         return None
-    block = (~fits).nonzero()[0].tolist()
-    return f"the scale of block {block} is {scale[tuple(block)].item()}: expected {expected}"
+    at = (~fits).nonzero()[0].tolist()
+    block = at if first is None else [i + start for i, start in zip(at, first, strict=True)]
+    return f"the scale of block {block} is {scale[tuple(at)].item()}: expected {expected}"

@@ -21,7 +21,7 @@ from ..tensor.base import MasterBase
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from .cuts import frozen_parts, held, held_by_ranks, ranks_at
 from .dtensor import fp8_part, local_of, own_part
-from .part import Part, max_over_ranks
+from .part import Part, check_groups, max_over_ranks
 
 _BATCH = 4
 """Most bytes in a batch, in multiples of the largest weight, and in all: two batches of one
@@ -122,7 +122,10 @@ class _Weight(_Item):
     def __init__(self, x: Any, layout: _Layout, held: Any) -> None:
         super().__init__(x, layout)
         self.held, self.format, self.dtype = held, held.format, torch.uint8
-        self.master = held.master.detach() if isinstance(held, MasterBase) else None
+        self.master = None
+        if isinstance(held, MasterBase):
+            _check_groups(x, layout, held.format)
+            self.master = held.master.detach()
 
     def fill(self, amax: Tensor) -> None:
         """Write this rank's share into ``amax``."""
@@ -159,6 +162,17 @@ class _Weight(_Item):
             master = self.master.to(self.layout.device)
             for region in self.layout.mine.regions:
                 yield Part(tuple(self.x.shape), region, self.format), region.of(master)
+
+
+def _check_groups(x: Any, layout: _Layout, format: BlockFormat) -> None:
+    """Check that the parts of all ranks cut no groups of the grid of a format."""
+    if format.mxfp4_group is None:
+        return
+    for part in layout.ranks:
+        for region in part.regions:
+            for dim, piece in enumerate(region.pieces):
+                check_groups(x.shape, dim, piece.start, format)
+                check_groups(x.shape, dim, piece.start + piece.size, format)
 
 
 def _item(x: Any, layouts: dict[Any, _Layout]) -> _Item:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -33,7 +34,8 @@ from tests.support.parallel_linears import (
 from tests.support.ranks import on_ranks, shared_mesh
 
 K = 256
-CUTS = {"on the grid": 128, "192 a rank": 192, "64 a rank": 64}
+CUTS = ("on the grid", "192 a rank", "64 a rank")
+SIZES = {"on the grid": 128, "192 a rank": 192, "64 a rank": 64, "100 a rank": 100}
 """What a rank holds of the dimension that is cut."""
 
 
@@ -57,6 +59,9 @@ RECIPES = (
 )
 
 
+GRID = Recipe(scale=Scales(weights="power_of_two"), weight_grid="mxfp4")
+
+
 both_styles = pytest.mark.parametrize("style", ["colwise", "rowwise"])
 
 
@@ -75,7 +80,7 @@ def computed(
     """What this rank gets of a linear whose outputs or inputs are cut, and one process."""
     (shape, dim), world, device = TOKENS[tokens], mesh.size(), mesh.device_type
     shape = (*shape[:dim], shape[dim] * world, *shape[dim + 1 :])
-    wide, narrow = (drawn((*shape, n), dtype, n).to(device) for n in (CUTS[cut] * world, K))
+    wide, narrow = (drawn((*shape, n), dtype, n).to(device) for n in (SIZES[cut] * world, K))
     is_colwise = style == "colwise"
     x, grad = (narrow, wide) if is_colwise else (wide, narrow)
     options: Any = {"in_rank_order": in_rank_order, "reduce_dtype": reduce_dtype}
@@ -139,6 +144,23 @@ def test_recipes(mesh: DeviceMesh, style: str) -> None:
             assert relative_error(got.grads["weight"], want.grads["weight"]) < 4e-3
             got.grads.update(want.grads)
         assert_alike(got, want)
+
+
+@both_styles
+@on_ranks(2, gpus=[2])
+def test_weights_on_the_grid_of_mxfp4(mesh: DeviceMesh, style: str) -> None:
+    """Rows may be cut anywhere, columns between groups of 32."""
+    for cut, tokens, dtype in zip((*CUTS, "100 a rank"), TOKENS, 2 * DTYPES, strict=True):
+        if style == "rowwise" and SIZES[cut] % 32:
+            with pytest.raises(NotImplementedError, match="need whole groups of 32"):
+                computed(mesh, style, cut, tokens, dtype, recipe=GRID)
+            continue
+        got, want = computed(mesh, style, cut, tokens, dtype, recipe=GRID)
+        assert_alike(got, want)
+        without, _ = computed(
+            mesh, style, cut, tokens, dtype, recipe=replace(GRID, weight_grid=None)
+        )
+        assert not torch.equal(got.y, without.y) and not torch.equal(got.dx, without.dx)
 
 
 @both_styles
