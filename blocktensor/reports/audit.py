@@ -175,12 +175,17 @@ class _Matmuls(TorchDispatchMode):
             self._weights.enter(module, "" if place.module == MODEL else place.module)
         return module
 
-    def _is_dgrad_by_recipe(self, matmul: Matmul, forward: AuditedMatmul) -> bool:
+    def _is_dgrad_by_recipe(
+        self, matmul: Matmul, forward: AuditedMatmul, read: Part | None
+    ) -> bool:
         """Return True for a data gradient of a matmul in FP8 that a recipe wants in high precision.
 
-        If the weight has as many rows as there are tokens, the weight gradient counts as one too.
+        Its sizes say so. With as many tokens as output features the weight gradient has the same
+        sizes; then it is the matmul that reads a weight.
         """
-        is_dgrad = (matmul.m, matmul.n, matmul.k) == (forward.m, forward.k, forward.n)
+        sizes = matmul.m, matmul.n, matmul.k
+        is_wgrad = sizes == (forward.n, forward.k, forward.m) and read is None
+        is_dgrad = sizes == (forward.m, forward.k, forward.n) and not is_wgrad
         return is_dgrad and self._weights.dgrad_in_high_precision
 
     def _add(self, matmul: Matmul, place: Place, operands: Any) -> None:
@@ -207,7 +212,7 @@ class _Matmuls(TorchDispatchMode):
                 # wgrad does not read the weight
                 reason, is_attention = reason or forward.reason, forward.attention
                 weight, note = weight or forward.weight, forward.note
-            elif forward is not None and self._is_dgrad_by_recipe(matmul, forward):
+            elif forward is not None and self._is_dgrad_by_recipe(matmul, forward, read):
                 # dgrad may read the master, which is no fault then
                 kind, note, reason, weight = "dgrad", BY_RECIPE, "", ""
             elif forward is not None and not reason and self._weights.reads_high_precision:

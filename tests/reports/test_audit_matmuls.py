@@ -330,6 +330,20 @@ FP8: 26.7% of FLOPs; fp32: 2 60.0%, wgrad in high precision by recipe 13.3%""",
     assert [e.note for e in again.entries if e.note] == ["in high precision by recipe"]
 
 
+@pytest.mark.parametrize("backward", ["high_precision", "dequantized"])
+def test_both_gradients_in_high_precision_are_told_apart(backward: Any) -> None:
+    """With as many tokens as features, both have the same sizes."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(48, 32, bias=False))
+    convert(model, Recipe(backward=backward), skip_small=False)
+    by_recipe = "in high precision by recipe"
+    for tokens in (32, 7):
+        report = audit(model, randn(tokens, 48, dtype=torch.float32, grad=True))
+        kinds = [(e.kind, e.note) for e in report.entries]
+        assert kinds == [("fprop", ""), ("dgrad", by_recipe), ("wgrad", by_recipe)]
+        assert not report.marked
+
+
 @pytest.mark.parametrize("kn", [False, True])
 @pytest.mark.parametrize(
     ("choice", "note"),
