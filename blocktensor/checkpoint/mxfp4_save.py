@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ..conversion.kept import warn_of_lost_changes
+from ..model.progress import check_progress
 from ..ops.formats import MXFP4_GROUP
 from .described import Described
 from .export import Exported, Unit, exported, nbytes_of, units_of
@@ -65,6 +66,7 @@ def save_mxfp4(
     """
     folder = Folder("save_mxfp4", Path(path), max_shard_bytes, overwrite, progress)
     folder.check()
+    check_progress(progress)
     found = exported(model, "save_mxfp4", separate_experts)
     encoding = encoding_of(found, like)
     warn_of_lost_changes(model, "save_mxfp4")

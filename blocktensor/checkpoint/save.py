@@ -104,6 +104,7 @@ def save_fp8(
     """
     folder = Folder("save_fp8", Path(path), max_shard_bytes, overwrite, progress)
     folder.check()
+    check_progress(progress)
     weights = exported(model, "save_fp8", separate_experts)
     warn_of_lost_changes(model, "save_fp8")
     described = Described(weights, ())
@@ -131,15 +132,14 @@ class Folder(NamedTuple):
     progress: bool | None
 
     def check(self) -> None:
-        """Check the arguments.
+        """Check that safetensors is installed, and the bytes of a file.
 
         Raises:
-            ImportError, TypeError, ValueError: see :func:`save_fp8`.
+            ImportError, ValueError: see :func:`save_fp8`.
         """
         require_safetensors()
         if self.max_shard_bytes < 1:
             raise ValueError(f"max_shard_bytes={self.max_shard_bytes}: expected at least 1")
-        check_progress(self.progress)
 
 
 def write_checkpoint(

@@ -53,6 +53,16 @@ def save(folder: Path, **options: Any) -> None:
     blocktensor.save_fp8(converted(), folder / "saved", **options)
 
 
+def save_mxfp4(folder: Path, **options: Any) -> None:
+    scales = blocktensor.Scales(weights="power_of_two")
+    made = model().bfloat16()
+    blocktensor.convert(
+        made, blocktensor.Recipe(scale=scales, weight_grid="mxfp4"), skip_small=False
+    )
+    folder.mkdir(exist_ok=True)
+    blocktensor.save_mxfp4(made, folder / "saved", **options)
+
+
 def load(folder: Path, **options: Any) -> None:
     blocktensor.save_fp8(converted(), folder / "loaded", progress=False)
     blocktensor.load_fp8(model(), folder / "loaded", **options)
@@ -61,6 +71,7 @@ def load(folder: Path, **options: Any) -> None:
 Call = Callable[..., Any]
 CALLS: dict[str, Call] = {
     "save_fp8": save,
+    "save_mxfp4": save_mxfp4,
     "load_fp8": load,
     "convert": lambda _, **options: blocktensor.convert(
         model(frozen=True), skip_small=False, **options
