@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections import defaultdict
 from collections.abc import Iterator
@@ -46,15 +47,18 @@ _GPUS_NEEDED = {"gpu": 1, "multi_gpu": 2}
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--sample", type=int, help="of each test, run at most so many cases, spread evenly"
+        "--sample", type=int, help="of each kind of cases, run at most so many, spread evenly"
     )
 
 
 def sampled(items: list[pytest.Item], most: int) -> Iterator[pytest.Item]:
-    """At most ``most`` cases of each test function, the first one among them."""
+    """At most ``most`` cases of each kind, the first one among them.
+
+    Cases of a test function are of one kind, or of those that their names have before a number.
+    """
     cases: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
-        cases[item.nodeid.partition("[")[0]].append(item)
+        cases[re.sub(r"\[(?:(\w+) \d+|.*)\]$", r"[\1]", item.nodeid)].append(item)
     for found in cases.values():
         count = min(most, len(found))
         yield from (found[i * len(found) // count] for i in range(count))
