@@ -223,7 +223,12 @@ def _shards(units: Iterable[Unit], folder: Path, tag: str, limit: int) -> dict[P
 
 
 class _Share(NamedTuple):
-    """What a rank has written: the file of each tensor, and the bytes of all of them."""
+    """The share of a checkpoint that one rank has written.
+
+    Attributes:
+        places: the file of each tensor, by name.
+        nbytes: the bytes of all of them.
+    """
 
     places: dict[str, str]
     nbytes: int

@@ -107,10 +107,12 @@ OFFS = like(EXPERTS, dtype=torch.int32)
 
 
 def fprops() -> Iterator[tuple[Tile, torch.dtype, bool, int]]:
+    """All in bf16; in fp32 those that take the fewest registers and the most."""
     for found, bias, n in itertools.product(tiles.SQUARES, (False, True), (N, 130)):
-        if not (bias and found.tile.rows > 1):  # never chosen: no registers are left
-            yield found.tile, BF16, bias, n
-        if not bias and n == N:
+        if bias and found.tile.rows > 1:
+            continue  # never chosen: no registers are left
+        yield found.tile, BF16, bias, n
+        if bias == (n != N):
             yield found.tile, FP32, bias, n
 
 
@@ -158,6 +160,7 @@ def test_masked_stores_of_a_low_rank_product_get_a_tile_with_registers_to_spare(
 
 
 def wgrads() -> Iterator[tuple[Tile, torch.dtype, int, int]]:
+    """All shapes in bf16; in fp32 those that are stored by TMA and by masked stores."""
     shapes = ((N, K), (N, 130), (2880, 2880), (1408, K))
     every_tile = tiles.ROWS + tiles.WGRAD_SQUARES
     for found, (n, k) in itertools.product(every_tile, shapes):

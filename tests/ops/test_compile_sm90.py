@@ -105,6 +105,7 @@ def casts_in_triton() -> Iterator[Case]:
 
 
 def casts_in_gluon() -> Iterator[Case]:
+    """All dtypes of whole tiles and of the most ragged ones; other shapes in bf16 alone."""
     for way, dtype, shape, power_of_two in [
         *product(GLUON_WAYS, DTYPES, [(4096, 7168), (300, 130)], [False]),
         *product(GLUON_WAYS, [BF16], [(300, 576), (304, 130)], [False]),
