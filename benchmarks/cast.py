@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from blocktensor.ops.cast import ops as casts
-from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_128X128
+from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_128X128, GRID_FORMATS, BlockFormat
 
 from . import peers
 from .shapes import CASTS
@@ -48,13 +48,23 @@ def ops(x: Tensor) -> list[Op]:
             lambda: casts.quantize_both(x, BLOCKS_1X128, BLOCKS_128X128),
             size + 2,
         ),
-        Op("128x128", name, lambda: casts.quantize_rowwise(x, BLOCKS_128X128), size + 1),
+        *weight_casts(x, "128x128", BLOCKS_128X128),
+        *weight_casts(x, "128x128 on the grid of MXFP4", GRID_FORMATS["mxfp4"]),
         Op("dequantize 1x128", name, lambda: casts.dequantize(row, dtype), size + 1),
         Op("dequantize 128x128", name, lambda: casts.dequantize(square, dtype), size + 1),
     ]
     if dtype == torch.bfloat16:
         cases.append(Op("transpose", "float8_e4m3fn", lambda: casts.transpose(square), 2))
     return cases
+
+
+def weight_casts(x: Tensor, what: str, format: BlockFormat) -> list[Op]:
+    """Return the casts of ``x`` in square blocks: rowwise, and with the transpose."""
+    name, size = str(x.dtype).removeprefix("torch."), x.element_size()
+    return [
+        Op(what, name, lambda: casts.quantize_rowwise(x, format), size + 1),
+        Op(f"{what}, both forms", name, lambda: casts.quantize_with_transpose(x, format), size + 2),
+    ]
 
 
 def facts() -> dict[str, Any]:

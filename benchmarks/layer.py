@@ -32,6 +32,8 @@ VARIANTS = (
     "fp8, fused",
     "fp8, wgrad_input=1x128",
     "fp8, fused, wgrad_input=1x128",
+    "fp8, backward=dequantized",
+    "fp8, backward=high_precision",
 )
 
 

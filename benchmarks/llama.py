@@ -19,7 +19,9 @@ BATCH, TIME, LAYERS = 2, 4096, 4
 def recipe_of(variant: str) -> bt.Recipe:
     """Return the recipe that the name of a variant spells, such as "fp8, wgrad_input=1x128"."""
     inputs: tuple[bt.recipe.WgradInput, ...] = "1x128", "high_precision"
+    backwards: tuple[bt.recipe.Backward, ...] = "dequantized", "high_precision"
     return bt.Recipe(
+        backward=next((x for x in backwards if f"backward={x}" in variant), "fp8"),
         cache_weight=False if "cache_weight=False" in variant else "backward",
         wgrad_input=next((x for x in inputs if f"wgrad_input={x}" in variant), "128x128"),
         scale=bt.Scales(activations="power_of_two" if "sent in fp8" in variant else "fp32"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -160,41 +160,50 @@ def saved(content: Content, page: Path) -> list[str]:
     )
 
 
+def _times_and_peaks(row: Row) -> Iterator[Any]:
+    """Yield the cells of :data:`_TIMES_AND_PEAKS`."""
+    for mode in _BOTH:
+        yield row[f"{mode}_ms"]
+        yield times(row[f"{mode}_speedup"])
+        yield f"{row[f'{mode}_peak_mib'] / 1024:.1f}"
+        yield times(row[f"{mode}_peak_of_bf16"])
+
+
+_TIMES_AND_PEAKS = tuple(
+    title
+    for mode in _BOTH
+    for title in (f"{_MODES[mode]}, ms", "over bf16", "peak, GiB", "over bf16")
+)
+
+
 def hf_llama(content: Content, page: Path) -> list[str]:
     """Training steps of transformers' Llama."""
-    rows = [
-        (
-            r["variant"],
-            *(
-                cell
-                for mode in _BOTH
-                for cell in (
-                    r[f"{mode}_ms"],
-                    times(r[f"{mode}_speedup"]),
-                    f"{r[f'{mode}_peak_mib'] / 1024:.1f}",
-                    times(r[f"{mode}_peak_of_bf16"]),
-                )
-            ),
-        )
-        for r in content["rows"]
-    ]
-    header = (
-        "",
-        "eager, ms",
-        "over bf16",
-        "peak, GiB",
-        "over bf16",
-        "torch.compile, ms",
-        "over bf16",
-        "peak, GiB",
-        "over bf16",
-    )
     first = content["rows"][0]
     return section(
         f"**transformers' Llama**, {first['layers']} layers of 8B's, vocabulary 32,000, "
         f"{first['tokens']} tokens: whole training steps with AdamW:",
-        header,
-        rows,
+        ("", *_TIMES_AND_PEAKS),
+        [(row["variant"], *_times_and_peaks(row)) for row in content["rows"]],
+        content,
+    )
+
+
+def lora(content: Content, page: Path) -> list[str]:
+    """Training steps of adapters on a frozen base."""
+    return section(
+        f"**LoRA**, {content['rows'][0]['layers']} layers of transformers' Llama-8B, peft's "
+        "adapters of rank 16 on all linear layers, the FP8 base frozen and fused: whole training "
+        "steps with AdamW:",
+        ("", "", "tokens", *_TIMES_AND_PEAKS),
+        [
+            (
+                row["adapters"],
+                row["variant"],
+                f"{row['sequences']} x {row['length']:,}",
+                *_times_and_peaks(row),
+            )
+            for row in content["rows"]
+        ],
         content,
     )
 

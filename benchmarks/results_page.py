@@ -85,7 +85,11 @@ TOPICS = (
         saved=page_models.saved,
     ),
     _topic(
-        "models", popular=page_models.popular, hf_llama=page_models.hf_llama, head=page_models.head
+        "models",
+        popular=page_models.popular,
+        hf_llama=page_models.hf_llama,
+        lora=page_models.lora,
+        head=page_models.head,
     ),
     _topic("experts", experts=page_models.experts, grouped=page_ops.grouped),
     _topic(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import cast, experts, gemm, grouped, linear, popular
+from benchmarks import cast, experts, gemm, grouped, linear, lora, popular
 
 pytestmark = pytest.mark.gpu
 
@@ -29,7 +29,7 @@ def test_gemm() -> None:
 @pytest.mark.unchecked
 def test_cast() -> None:
     rows = list(cast.measure(**cast.QUICK))
-    assert len(rows) == 15
+    assert len(rows) == 21
     # of a copy that other processes may slow down
     assert all(0.01 < share < 10 for share in numbers(rows, "share_of_copy"))
 
@@ -74,3 +74,12 @@ def test_popular() -> None:
     rows = list(popular.measure(**popular.QUICK))
     assert [row["variant"] for row in rows] == list(popular.VARIANTS)
     assert all(0.2 < x < 5 for x in numbers(rows, "eager_speedup", "graphs_speedup"))
+
+
+@pytest.mark.unchecked
+def test_lora() -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("peft")
+    rows = list(lora.measure(**lora.QUICK))
+    assert [f"{row['variant']}, {row['adapters']}" for row in rows] == list(lora.VARIANTS)
+    assert all(0.2 < x < 5 for x in numbers(rows, "eager_speedup", "compiled_speedup"))

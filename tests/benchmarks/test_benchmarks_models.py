@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks import block, experts, head, hf_llama, memory, popular, saved, shards
+from benchmarks import block, experts, head, hf_llama, lora, memory, popular, saved, shards
 from benchmarks.llama import Shape, stack, step
 from benchmarks.routing import combined, inverse, permuted, rows_of_tokens
 from benchmarks.timing import Call
@@ -306,6 +306,26 @@ def test_variants_that_save_in_fp8_save_less_and_compute_the_same() -> None:
         )
     least, half, checkpoints = (bytes_saved[name] for name in saved.VARIANTS[-3:])
     assert checkpoints < half < least < bytes_saved["fp8, saved in FP8"]
+
+
+def test_lora_trains_the_same_adapters_on_both_bases() -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("peft")
+    of = popular.Model("Llama", 128, 256, 2, 1, layers=1, head_dim=64)
+    tokens, found = torch.randint(1024, (2, 128)), {}
+    for name in lora.VARIANTS:
+        model = lora.make_model(name, of, "cpu")
+        trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        assert len(trained) == 2 * 7
+        dtype = torch.float32 if "fp32" in name else torch.bfloat16
+        assert {p.dtype for p in trained.values()} == {dtype}
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        found[name] = torch.cat([p.grad.float().flatten() for p in trained.values()])
+    for name, grad in found.items():
+        wanted = found[name.replace("fp8", "bf16")]
+        assert torch.equal(grad, wanted) == name.startswith("bf16")
+        assert wanted.norm() > 0
+        assert (grad - wanted).norm() < wanted.norm() / 10
 
 
 def test_tokens_go_to_their_experts_and_back() -> None:

@@ -122,9 +122,11 @@ def on_mxfp4_grid(x, GROUP_ROWS: tl.constexpr, GROUP_COLS: tl.constexpr):
     inverse = tl.where(amax < INF_BITS, inverse, 0x7FC00000).to(tl.float32, bitcast=True)
     bits = groups.to(tl.int32, bitcast=True)
     numbers = (bits & 0x7FFFFFFF).to(tl.float32, bitcast=True) * inverse
-    numbers = tl.where(numbers > 6.0, 6.0, numbers)
-    step = tl.where(numbers < 2.0, 0.5, tl.where(numbers < 4.0, 1.0, 2.0))
-    large = step * 12582912.0  # 1.5 * 2^23: sums with it are rounded to multiples of the step
+    numbers = tl.minimum(numbers, 6.0, propagate_nan=tl.PropagateNan.ALL)
+    # 1.5 * 2^23 steps, of which a step is half of the number's power of two, at least 0.5: sums
+    # with them are rounded to multiples of the step
+    power_bits = tl.maximum(numbers.to(tl.int32, bitcast=True) & 0x7F800000, 127 << 23)
+    large = (power_bits + ((22 << 23) | 0x400000)).to(tl.float32, bitcast=True)
     made = ((numbers + large) - large) * scale
     made = (made.to(tl.int32, bitcast=True) & 0x7FFFFFFF) | (bits & -2147483648)
     return tl.reshape(made.to(tl.float32, bitcast=True), [rows, cols])
