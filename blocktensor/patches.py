@@ -430,6 +430,19 @@ EXPERT_ADAPTERS = Patch(
     "every forward, and each forward registers a parametrization",
 )
 
+LINEAR_ADAPTERS = Patch(
+    name="linear_adapters",
+    target="peft.tuners.lora.layer:Linear.forward",
+    kind="attribute",
+    reason="converts inputs of adapters to fp32 and saves these, and adds each adapter in several "
+    "passes over the output",
+    versions="peft 0.21",
+    when=f"{FP8_TENSOR}, or a conversion, after peft was imported; or import "
+    "blocktensor.integrations.peft",
+    test="tests/end_to_end/test_peft_linears.py::test_no_copy_of_an_input_is_saved",
+    without="LoRA of linear layers takes more time and memory",
+)
+
 ADAPTERS_OF_CUT_EXPERTS = Patch(
     name="adapters_of_cut_experts",
     target="peft.tuners.lora.layer:ParamWrapper.update_layer",

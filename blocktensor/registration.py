@@ -8,7 +8,7 @@ later.
 import torch
 
 from .checkpoint import save  # noqa: F401  (fills its tables, as modules below do)
-from .conversion import expert_adapters, pretrained_models  # noqa: F401
+from .conversion import expert_adapters, linear_adapters, pretrained_models  # noqa: F401
 from .ops.formats import named
 from .overrides.torch_functions import OVERRIDES
 from .recipe import Recipe, Scales

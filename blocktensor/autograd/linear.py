@@ -6,7 +6,7 @@ form of x (or x itself, for a wgrad in high precision), and the weight (``saved_
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,20 +14,28 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from ..ops.cast.ops import quantize_forms, quantize_with_transpose
-from ..ops.formats import BlockFormat, Quantized
+from ..ops.cast.ops import quantize_with_transpose
+from ..ops.formats import Quantized
 from ..ops.runtime.specialize import sequence
-from ..ops.scale_layouts import lines_of, scale_in_lines
 from ..recipe import Recipe
 from ..tensor.adapted import AdaptedWeight, LowRank
 from ..tensor.arithmetic import is_arithmetic
 from ..tensor.base import MasterBase, readable
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
-from .adapted_groups import adapted_groups
+from .adapted_linear import adapted_linear
 from .backward import FP8Function, Gradients, given_out, refuse_gradients, run_backward
 from .low_rank import plus_low_rank
-from .matmuls import DENSE, Dense, Grouped, Saved, derived_columnwise, matmul_of, saved_of
+from .matmuls import (
+    DENSE,
+    Dense,
+    Grouped,
+    Saved,
+    caster,
+    derived_columnwise,
+    matmul_of,
+    saved_of,
+)
 from .plan import Plan, autocast_dtype, plan_matmul
 from .repeat import Repeated
 from .saved_weight import SavedWeight, hold_cast
@@ -47,7 +55,7 @@ def linear(
         recipe: for plain ``x`` and ``w``; default: the recipe of the operand that has one.
     """
     if type(w) is AdaptedWeight:
-        return _adapted(linear(x, w.base, bias, recipe=recipe), x, w.terms, None)
+        return _adapted(x, w, None, bias, recipe)
     # Every attribute of a subclass would otherwise pass through __torch_function__, 2 us each.
     with torch._C.DisableTorchFunctionSubclass():
         if type(x) is not Tensor:
@@ -82,11 +90,7 @@ def grouped_linear(
         recipe: for plain ``x`` and ``w``; default: the recipe of the operand that has one.
     """
     if type(w) is AdaptedWeight:
-        first, *others = w.terms
-        y = adapted_groups(x, w.base, first, offs, bias, recipe)
-        if y is None:
-            y, others = grouped_linear(x, w.base, offs, bias, recipe=recipe), w.terms
-        return _adapted(y, x, others, offs)
+        return _adapted(x, w, offs, bias, recipe)
     with torch._C.DisableTorchFunctionSubclass():
         x = _as_input(x)
         if has_no_experts(x, w, offs):
@@ -94,9 +98,34 @@ def grouped_linear(
         return _matmul(x, w, bias, offs, recipe)
 
 
-def _adapted(y: Tensor, x: Tensor, terms: Sequence[LowRank], offs: Tensor | None) -> Tensor:
-    """Add terms of adapters to the output of their base weight."""
-    for term in terms:
+def _adapted(
+    x: Tensor, w: AdaptedWeight, offs: Tensor | None, bias: Tensor | None, recipe: Recipe | None
+) -> Tensor:
+    return with_terms(x, w.base, w.terms, offs, bias, recipe=recipe)
+
+
+def with_terms(
+    x: Tensor,
+    w: Tensor,
+    terms: Sequence[LowRank],
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    recipe: Recipe | None = None,
+) -> Tensor:
+    """Return the output of :func:`linear`, or with ``offs`` of :func:`grouped_linear`, plus terms.
+
+    ``terms``: one or more products of adapters, which are added in this order.
+    """
+    first, *others = terms
+    y = adapted_linear(x, w, first, offs, bias, recipe)
+    if y is None:
+        others = [first, *others]
+        if offs is None:
+            y = linear(x, w, bias, recipe=recipe)
+        else:
+            y = grouped_linear(x, w, offs, bias, recipe=recipe)
+    for term in others:
         y = plus_low_rank(y, x, term, offs)
     return y
 
@@ -118,7 +147,7 @@ def _matmul(
     cast: tuple[Tensor, ...] = ()
     running = this_thread.running
     if running is not None and (plan.derives_x or not isinstance(x, BlockwiseFP8Tensor)):
-        cast = running.forms_of(x, offs, plan, _caster(offs))
+        cast = running.forms_of(x, offs, plan, caster(offs))
     if plan.casts_x:
         x = x.to(plan.out_dtype)
     apply = FP8Linear.apply if plan.tracing else _apply_eagerly
@@ -149,38 +178,11 @@ def refuse_prepared(x: BlockwiseFP8Tensor) -> None:
         )
 
 
-def _caster(offs: Tensor | None) -> Callable[[Plan, Tensor], tuple[Tensor, ...]]:
-    def cast(plan: Plan, x: Tensor) -> tuple[Tensor, ...]:
-        """Return data and scale of both forms of x; the columnwise one only if wgrad reads it."""
-        formats = plan.format, plan.x_columnwise
-        if offs is None and plan.records_forward:
-            data, lines, *others = _cast_of_rows(x, *formats)
-            return data, scale_in_lines(lines, data.shape[0]), *others
-        row, col = matmul_of(offs, x).forms(x, *formats)
-        assert row is not None
-        return *row[:2], *(() if col is None else col[:2])
-
-    return cast
-
-
-@sequence(0)
-def _cast_of_rows(
-    x: Tensor, rowwise: BlockFormat, columnwise: BlockFormat | None
-) -> tuple[Tensor, ...]:
-    """Return data and scale of both forms of x; for the rowwise one, the lines of its scale.
-
-    The scale itself is a view whose size depends on the rows, which no recording can return.
-    """
-    row, col = quantize_forms(x, rowwise, columnwise)
-    assert row is not None
-    return row.data, lines_of(row.scale), *(() if col is None else col[:2])
-
-
 def _shared_forms(
     run: Run, x: Tensor, offs: Tensor | None, plan: Plan
 ) -> tuple[Quantized, Quantized | None] | None:
     """Return the rowwise and the columnwise form of x that linear layers share in this run."""
-    cast = run.forms_of(x, offs, plan, _caster(offs))
+    cast = run.forms_of(x, offs, plan, caster(offs))
     return _forms_given(cast, plan) if cast else None
 
 

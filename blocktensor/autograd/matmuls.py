@@ -38,7 +38,7 @@ from ..ops.gemm.ops import gemm
 from ..ops.grouped_gemm.ops import grouped_gemm, grouped_gemm_wgrad
 from ..ops.linear_layer.ops import linear_backward, linear_fprop
 from ..ops.runtime.specialize import PLAIN, must_dispatch, sequence
-from ..ops.scale_layouts import VECTOR_BYTES, in_group_steps
+from ..ops.scale_layouts import VECTOR_BYTES, in_group_steps, lines_of, scale_in_lines
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from .plan import Plan, derives_columnwise, may_record
 from .saved_weight import SavedWeight, WeightRead, read_weight
@@ -297,6 +297,35 @@ def multiply(
 def matmul_of(offs: Tensor | None, rows: Tensor | None) -> Dense:
     """Return the grouped matmul of ``rows`` rows if there are ``offs``, else the dense one."""
     return DENSE if offs is None or rows is None else Grouped(offs, rows.shape[0])
+
+
+def caster(offs: Tensor | None) -> Callable[[Plan, Tensor], tuple[Tensor, ...]]:
+    """Return the function that casts an input which linear layers share (``shared_cast.py``)."""
+
+    def cast(plan: Plan, x: Tensor) -> tuple[Tensor, ...]:
+        """Return data and scale of both forms of x; the columnwise one only if wgrad reads it."""
+        formats = plan.format, plan.x_columnwise
+        if offs is None and plan.records_forward:
+            data, lines, *others = _cast_of_rows(x, *formats)
+            return data, scale_in_lines(lines, data.shape[0]), *others
+        row, col = matmul_of(offs, x).forms(x, *formats)
+        assert row is not None
+        return *row[:2], *(() if col is None else col[:2])
+
+    return cast
+
+
+@sequence(0)
+def _cast_of_rows(
+    x: Tensor, rowwise: BlockFormat, columnwise: BlockFormat | None
+) -> tuple[Tensor, ...]:
+    """Return data and scale of both forms of x; for the rowwise one, the lines of its scale.
+
+    The scale itself is a view whose size depends on the rows, which no recording can return.
+    """
+    row, col = quantize_forms(x, rowwise, columnwise)
+    assert row is not None
+    return row.data, lines_of(row.scale), *(() if col is None else col[:2])
 
 
 def derived_columnwise(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .. import functional
 from ..autograd.plan import autocast_dtype, difference_of
-from ..model.running_module import ModuleTracker
+from ..model.running_module import HOOKS, ModuleTracker
 from ..model.weights import kind_of
 from ..ops.producers.activations import ACTIVATIONS, ActivationName
 from ..sharding.dtensor import fp8_part
@@ -22,8 +22,6 @@ from .pattern import FEATURES, Drawn, Found, Pattern, Sample, held_by
 
 _ACTS = ("act_fn", "act", "activation_fn", "activation", "hidden_act")
 """Names of attributes that hold an activation."""
-
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 @dataclass(frozen=True)
@@ -159,7 +157,7 @@ class Gated(Pattern):
                 continue
             if "forward" in inner.__dict__:
                 return f"{name} has a forward of its own"
-            for kind in _HOOKS:
+            for kind in HOOKS:
                 if any(map(_is_of_users, inner.__dict__[kind].values())):
                     return f"{name} has hooks"
         if torch.nn.modules.module._has_any_global_hook():

@@ -1,10 +1,12 @@
 """peft's adapters on a base in FP8: ``import blocktensor.integrations.peft``.
 
-Two kinds of adapters need changes of peft:
+Three kinds of adapters need changes of peft:
 
 - DoRA divides by the norms of ``W + B A``. The import makes peft compute them from the dequantized
   values of W, which are freed after the norm is computed; matmuls with W stay in FP8. Peft 0.21.0
   and 0.21.2 compute the same bits without the import.
+- LoRA of linear layers: the import makes adapters of FP8 weights run as thin matmuls
+  (``conversion/linear_adapters.py``).
 - ``target_parameters`` adapt stacks of experts; the import makes adapters of FP8 stacks run as
   thin matmuls (``conversion/expert_adapters.py``), and cuts them between ranks as the stacks are
   (``conversion/cut_expert_adapters.py``). A conversion makes these changes as well if peft is
@@ -19,7 +21,7 @@ from typing import Any
 
 import peft.tuners.lora.dora  # noqa: F401  (is patched, as peft.tuners.lora.layer is)
 
-from ..patches import ADAPTERS_OF_CUT_EXPERTS, DORA_NORMS, EXPERT_ADAPTERS
+from ..patches import ADAPTERS_OF_CUT_EXPERTS, DORA_NORMS, EXPERT_ADAPTERS, LINEAR_ADAPTERS
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 
 
@@ -35,4 +37,5 @@ def _of_values(theirs: Any) -> Any:
 
 DORA_NORMS.apply()
 EXPERT_ADAPTERS.apply()
+LINEAR_ADAPTERS.apply()
 ADAPTERS_OF_CUT_EXPERTS.apply()

@@ -21,6 +21,9 @@ from torch.autograd import set_multithreading_enabled
 MODEL = "(model)"
 """The place of ops outside of any submodule."""
 
+HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+"""Attributes of modules that hold what watches their calls."""
+
 # prefixes of torch.compile and of checkpoint_wrapper
 _WRAPPERS = re.compile(r"\b(_orig_mod|_checkpoint_wrapped_module)(\.|$)")
 

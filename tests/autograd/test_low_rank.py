@@ -1,7 +1,7 @@
 """Matmuls with adapted weights: order of rounding, errors against fp64, rows of no group.
 
 Grouped matmuls of frozen stacks in bf16, of ranks up to 64, add the first term to the FP8 sum
-(``autograd/adapted_groups.py``); ``plus_low_rank`` adds the others.
+(``autograd/adapted_linear.py``); ``plus_low_rank`` adds the others.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, Recipe
-from blocktensor.autograd import adapted_groups, gated_mlp, linear, matmuls
+from blocktensor.autograd import adapted_linear, gated_mlp, linear, matmuls
 from blocktensor.autograd.gated_forms import plan_gated
 from blocktensor.autograd.plan import plan_matmul
 from blocktensor.ops.cast import choose_backend as casts
@@ -172,7 +172,7 @@ def test_linear_layers(k: int) -> None:
 @pytest.mark.parametrize("columnwise", [BLOCKS_128X128, BLOCKS_1X128, None])
 def test_shared_casts(k: int, columnwise: BlockFormat | None) -> None:
     formats = BLOCKS_1X128, columnwise
-    assert_same(linear._cast_of_rows._function, lambda rows: (matrix(rows, k), *formats), 0b1)
+    assert_same(matmuls._cast_of_rows._function, lambda rows: (matrix(rows, k), *formats), 0b1)
 
 
 @pytest.mark.usefixtures("planned")
@@ -209,13 +209,15 @@ def test_gated_mlps(k: int, joint: bool) -> None:
 @pytest.mark.usefixtures("planned")
 @pytest.mark.parametrize("rank", [5, 16])
 @pytest.mark.parametrize("k", [256, 1104])
-def test_adapters_of_experts(k: int, rank: int) -> None:
+@pytest.mark.parametrize("experts", [3, None], ids=["experts", "one weight"])
+def test_adapters(experts: int | None, k: int, rank: int) -> None:
     """Rows in groups have larger steps; nothing but the number of rows differs within one."""
-    experts = 3
-    w = BlockwiseFP8Tensor(
-        empty_quantized((experts, N, k), BLOCKS_128X128, CPU), shape=(experts, N, k)
-    )
-    offs = torch.zeros(experts, dtype=torch.int32)
+    shape = (N, k) if experts is None else (experts, N, k)
+    w = BlockwiseFP8Tensor(empty_quantized(shape, BLOCKS_128X128, CPU), shape=shape)
+    offs = None if experts is None else torch.zeros(experts, dtype=torch.int32)
+    experts = experts or 1
+    stack = empty_quantized((experts, N, k), BLOCKS_128X128, CPU)
+    ends = torch.zeros(experts, dtype=torch.int32)
     w_col = empty_quantized((experts, k, N), BLOCKS_128X128, CPU)
     a, b = torch.zeros(experts, rank, k), torch.zeros(N, rank, experts).permute(2, 0, 1)
     thin_a, thin_b = (thin.empty_operand(t, torch.bfloat16) for t in (a.mT, b))
@@ -224,17 +226,16 @@ def test_adapters_of_experts(k: int, rank: int) -> None:
         return plan_matmul(matrix(rows, k).requires_grad_(), w, None, None, offs)
 
     def forward(rows: int) -> tuple[Any, ...]:
-        of_groups = None, offs, a.mT, b, 0.3
-        return matrix(rows, k), None, w.rowwise(), *of_groups, plan(rows)
+        return matrix(rows, k), None, stack, None, offs, ends, a.mT, b, 0.3, plan(rows)
 
     def backward(rows: int) -> tuple[Any, ...]:
         u = matrix(rows, thin_a.shape[2])
         how = 0.3, rank, (torch.float32,) * 2, ("erc", "cre"), plan(rows)
-        return matrix(rows, N), matrix(rows, k), u, w_col, thin_a, thin_b, offs, *how
+        return matrix(rows, N), matrix(rows, k), u, w_col, thin_a, thin_b, offs, ends, *how
 
-    numbers = 1025, 1030, 1099, 1104, 1500, 2047, 2048
-    assert_same(adapted_groups._recorded_fprop._function, forward, 0b11, numbers)
-    assert_same(adapted_groups._recorded_backward._function, backward, 0b1, numbers)
+    numbers = () if offs is None else ((1025, 1030, 1099, 1104, 1500, 2047, 2048),)
+    assert_same(adapted_linear._recorded_fprop._function, forward, 0b11, *numbers)
+    assert_same(adapted_linear._recorded_backward._function, backward, 0b1, *numbers)
 
 
 TOKENS = (1025, 1030, 1099, 1104, 1500, 2047, 2048)

@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..devices import sms
-from ..formats import Quantized, ceil_div, group_rows, num_blocks
+from ..formats import Quantized, ceil_div, group_rows, num_blocks, padded_rows
 from ..gemm.hopper.launch import data_map, fits_tma, output_map, scale_map, scales_of
 from ..gemm.hopper.tile import Tile
 from ..runtime.launch import Launch, Rows
@@ -32,15 +32,18 @@ def plan_grouped_gemm(
     programs: int,
     left: Tensor | None = None,
     right: Tensor | None = None,
+    is_padded: bool = True,
 ) -> Launch:
     """Plan ``out[T, N] = A[T, K] B[e, N, K]^T (+ bias[e])`` for the rows of group e.
 
-    ``left[T, R] right[e, N, R]^T`` is added if given. The map of the output has as many rows as A,
-    maybe more than T, but no row from T on is written.
+    ``left[T, R] right[e, N, R]^T`` is added if given. ``is_padded``: A is a cast in groups, whose
+    rows are padded to one of few numbers. The map of the output has as many rows as A, maybe more
+    than T, but no row from T on is written.
     """
-    (rows, k), (experts, n, _) = a.data.shape, b.data.shape
+    (height, k), (experts, n, _) = a.data.shape, b.data.shape
+    rows = height if is_padded else Rows(height)
     blocks_k, blocks_n = num_blocks(k), num_blocks(n)
-    a_scale_map, a_scale_ld = scales_of(a, tile.a_scales)
+    a_scale_map, a_scale_ld = scales_of(a, tile.a_scales, rows)
     b_scale_ld = b.scale.stride(1)
     rank, low_rank = 0, (out, out)
     if left is not None and right is not None:
@@ -53,7 +56,7 @@ def plan_grouped_gemm(
     return Launch(
         grouped_kernel,
         (programs,),
-        (data_map(a.data, tile.a_rows), a_scale_map,
+        (data_map(a.data, tile.a_rows, rows), a_scale_map,
          data_map(b.data.flatten(0, 1), tile.n),
          scale_map(b.scale, tile.b_scales, b_scale_ld, blocks_k, experts * blocks_n), *low_rank,
          output_map(out, rows) if output.tma else out, out, out if bias is None else bias, offs,
@@ -129,11 +132,13 @@ def grouped_gemm(
     out = torch.empty(shape, dtype=out_dtype, device=a.data.device)
     blocks = num_blocks(k) + (left is not None)
     plain = bias is None and (left is None or fits_tma(out))
-    tile, programs = choose_gemm_tile(rows, n, blocks, experts, sms(out.device), plain)
+    tile, programs = choose_gemm_tile(padded_rows(rows), n, blocks, experts, sms(out.device), plain)
     bias = None if bias is None else bias.contiguous()
-    low_rank = () if left is None or right is None else (_aligned(left), _aligned(right))
+    low_rank = (None if t is None else _aligned(t) for t in (left, right))
     a, b = _for_tma(a), _for_tma(b)
-    plan_grouped_gemm(a, b, offs, bias, out, tile, programs, *low_rank)()
+    left, right = low_rank
+    is_padded = tokens is not None
+    plan_grouped_gemm(a, b, offs, bias, out, tile, programs, left, right, is_padded)()
     return out
 
 

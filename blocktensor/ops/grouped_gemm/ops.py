@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from ..formats import Quantized, group_columns, group_rows
+from ..formats import Quantized, group_columns, group_rows, padded_rows
 from ..op import op, runner
 from .choose_backend import GroupedProblem, choose_grouped
 from .low_rank import RANK_STEP, is_fused
@@ -66,7 +66,7 @@ def _decide_gemm(
         return _empty
     problem = GroupedProblem(
         "gemm",
-        rows,
+        padded_rows(rows),
         n,
         k,
         experts,

@@ -16,7 +16,12 @@ from ..runtime.launch import Launch, Rows
 from .layout import empty_gradient, empty_operand
 
 _COLUMNS = 64
-_ROWS = 64
+_FEW = 256
+"""Blocks of 128 rows or columns below which tiles are smaller, so that all SMs read."""
+
+_SMALL = 32
+"""Rows or columns of a small tile."""
+
 _LEAST_RANK = 16
 _TILE = 2048
 """Numbers of an operand that a program converts."""
@@ -46,22 +51,26 @@ def thin_operand_kernel(
 @triton.jit(do_not_specialize=["scaling_bits", "tokens", "groups", "vectors"])
 def thin_rows_kernel(
     x_ptr, thin_ptr, out_ptr, offs_ptr, scaling_bits, tokens, C, groups, x_stride_t, x_stride_c,
-    vectors, GROUPS: tl.constexpr, RANK: tl.constexpr, COLUMNS: tl.constexpr,
+    vectors, GROUPS: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    # A tile has the rows of one block: 128 of one group, or of none, which are zeros.
+    # A tile has rows of one block: of 128 rows of one group, or of none, which are zeros.
+    tiles: tl.constexpr = 128 // ROWS
     first, left, has_group, group = rows_of_block(
-        tl.program_id(0), offs_ptr, groups, tokens, GROUPS
+        tl.program_id(0) // tiles, offs_ptr, groups, tokens, GROUPS
     )
+    within = tl.program_id(0) % tiles * ROWS
+    first += within
+    left -= within
     if left <= 0:
         return
     R = vectors * 8
-    rows = tl.arange(0, 128)
+    rows = tl.arange(0, ROWS)
     c = tl.arange(0, COLUMNS)
     r = tl.arange(0, RANK)
     at = (first + tl.minimum(rows, left - 1)).to(tl.int64)
     x_ptrs = x_ptr + at[:, None] * x_stride_t + c.to(tl.int64)[None, :] * x_stride_c
     thin_ptrs = thin_ptr + (group.to(tl.int64) * C + c)[:, None] * R + r[None, :]
-    acc = tl.zeros((128, RANK), tl.float32)
+    acc = tl.zeros((ROWS, RANK), tl.float32)
     for done in range(0, tl.where(has_group, C, 0), COLUMNS):
         inside = c < C - done
         x = tl.load(x_ptrs, mask=inside[None, :], other=0.0)
@@ -79,21 +88,22 @@ def thin_rows_kernel(
 def thin_products_kernel(
     wide_ptr, thin_ptr, out_ptr, offs_ptr, tokens, C, vectors, rank, tiles, wide_stride_t,
     wide_stride_c, out_stride_e, out_stride_c, out_stride_r, RANK: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    # 128 columns of one expert, over all rows of its group.
+    # COLUMNS columns of one expert, over all rows of its group.
     R = vectors * 8
     expert = tl.program_id(0) // tiles
     end = tl.maximum(tl.minimum(tl.load(offs_ptr + expert), tokens), 0)
     begin = tl.load(offs_ptr + expert - 1, mask=expert > 0, other=0)
     begin = tl.maximum(tl.minimum(begin, end), 0)
-    c = tl.program_id(0) % tiles * 128 + tl.arange(0, 128)
+    c = tl.program_id(0) % tiles * COLUMNS + tl.arange(0, COLUMNS)
     rows = tl.arange(0, ROWS)
     r = tl.arange(0, RANK)
     at = (begin + rows).to(tl.int64)
     # wide is read as its transpose
     wide_ptrs = wide_ptr + at[None, :] * wide_stride_t + c.to(tl.int64)[:, None] * wide_stride_c
     thin_ptrs = thin_ptr + at[:, None] * R + r[None, :]
-    acc = tl.zeros((128, RANK), tl.float32)
+    acc = tl.zeros((COLUMNS, RANK), tl.float32)
     for done in range(begin, end, ROWS):
         inside = rows < end - done
         wide = tl.load(wide_ptrs, mask=(c < C)[:, None] & inside[None, :], other=0.0)
@@ -140,11 +150,13 @@ def plan_rows(x: Tensor, thin: Tensor, offs: Tensor, scaling: float, out: Tensor
     experts, c, rank = thin.shape
     width = _width(rank)
     (bits,) = struct.unpack("i", struct.pack("f", scaling))  # recordings pass integers alone
+    blocks = group_blocks(len(x), experts + 1)
+    rows = _SMALL if blocks < _FEW else BLOCK
     return Launch(
         thin_rows_kernel,
-        (group_blocks(len(x), experts + 1),),
+        (blocks * BLOCK // rows,),
         (x, thin, out, offs, bits, Rows(len(out)), c, experts, *x.stride(), _vectors(out)),
-        {"GROUPS": padded_groups(experts), "RANK": width, "COLUMNS": _COLUMNS},
+        {"GROUPS": padded_groups(experts), "RANK": width, "ROWS": rows, "COLUMNS": _COLUMNS},
         _options(width),
         sized=(out,),
     )
@@ -153,13 +165,15 @@ def plan_rows(x: Tensor, thin: Tensor, offs: Tensor, scaling: float, out: Tensor
 def plan_products(wide: Tensor, thin: Tensor, offs: Tensor, out: Tensor) -> Launch:
     """Plan the launch of ``out[E, C, r] = wide[T, C]^T thin[T, R]`` over the rows of each group."""
     experts, c, rank = out.shape
-    tiles, width = ceil_div(c, BLOCK), _width(thin.shape[1])
+    width = _width(thin.shape[1])
+    rows, columns = (64, BLOCK) if experts * ceil_div(c, BLOCK) >= _FEW else (BLOCK, _SMALL)
+    tiles = ceil_div(c, columns)
     return Launch(
         thin_products_kernel,
         (experts * tiles,),
         (wide, thin, out, offs, Rows(len(wide)), c, _vectors(thin), rank, tiles, *wide.stride(),
          *out.stride()),
-        {"RANK": width, "ROWS": _ROWS},
+        {"RANK": width, "ROWS": rows, "COLUMNS": columns},
         _options(width),
     )  # fmt: skip
 

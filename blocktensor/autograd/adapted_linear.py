@@ -1,4 +1,4 @@
-"""The differentiable grouped linear layer of a frozen FP8 stack with one low-rank term.
+"""The differentiable linear and grouped linear of a frozen FP8 weight with one low-rank term.
 
 ::
 
@@ -6,18 +6,20 @@
     dgrad   v  = s (g · b)       dx = g · w + v · a
     wgrad   da = vᵀ · x          db = gᵀ · u
 
-for the rows of group e and expert e of ``w[E, N, K]``, ``a[E, r, K]`` and ``b[E, N, r]``. x wᵀ and
-g w are FP8 matmuls, which add the product with b or a to their fp32 sums, before the bias and the
-only rounding. a and b are first rounded to the dtype of y. u, v, da and db are each a sum in fp32,
-rounded once; da and db to the dtype of a and b. The host never reads the sizes of groups. Rows of
-no group are zeros in y and dx, whatever they hold. Saved for backward: x, u, a and b in the dtype
-of y, and w as in ``linear.py``.
+for rows x and ``w[N, K]``, ``a[r, K]`` and ``b[N, r]``; or for the rows of group e and expert e of
+``w[E, N, K]``, ``a[E, r, K]`` and ``b[E, N, r]``. One weight runs as a stack of one expert, which
+gets all rows. x wᵀ and g w are FP8 matmuls, which add the product with b or a to their fp32 sums,
+before the bias and the only rounding. a and b are first rounded to the dtype of y. u, v, da and db
+are each a sum in fp32, rounded once; da and db to the dtype of a and b. The host never reads the
+sizes of groups. Rows of no group are zeros in y and dx, whatever they hold. Saved for backward: x,
+u, a and b in the dtype of y, and w as in ``linear.py``.
 
 ``low_rank.py`` adds the terms that this layer does not take.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -34,21 +36,26 @@ from ..ops.thin.ops import thin_operand, thin_products, thin_rows
 from ..recipe import Recipe
 from ..tensor.adapted import LowRank
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
-from .backward import FP8Function, Gradients, refuse_gradients, run_backward
-from .matmuls import Grouped
+from .backward import FP8Function, Gradients, given_out, refuse_gradients, run_backward
+from .matmuls import caster, matmul_of
 from .plan import Plan, autocast_dtype, plan_matmul, recipe_of
 from .repeat import Repeated
 from .saved_weight import SavedWeight, read_weight
 from .shared_cast import this_thread
 
 
-def adapted_groups(
-    x: Tensor, w: Tensor, term: LowRank, offs: Tensor, bias: Tensor | None, recipe: Recipe | None
+def adapted_linear(
+    x: Tensor,
+    w: Tensor,
+    term: LowRank,
+    offs: Tensor | None,
+    bias: Tensor | None,
+    recipe: Recipe | None,
 ) -> Tensor | None:
-    """Return the grouped matmul with ``w`` and one term; None if this layer does not take it.
+    """Return the matmul with ``w`` and one term; None if this layer does not take it.
 
-    It takes plain bf16 rows, or rows that autocast converts to bf16; a frozen FP8 stack; and a rank
-    that grouped GEMMs add.
+    It takes plain bf16 rows, or rows that autocast converts to bf16; a frozen FP8 weight, or a
+    stack and ``offs``; and a rank that grouped GEMMs add.
     """
     # Every attribute of a subclass would otherwise pass through __torch_function__, 2 us each.
     with torch._C.DisableTorchFunctionSubclass():
@@ -56,45 +63,83 @@ def adapted_groups(
             return None
         if recipe_of(x, w, recipe).backward != "fp8":
             return None
-        operands = x, w, bias, offs, recipe, term.a, term.b, float(term.scaling)
-        if repeat.table is not None and not is_compiling():
-            known = repeat.run(operands)
-            if known is not None:
-                return known
-        plan = plan_matmul(x, w, bias, recipe, offs)
-        if plan.is_cached and plan.records_forward:
-            known = repeat.remember(operands, plan)
-            if known is not None:
-                return known
-        cast = _shared_cast(x, offs, plan)
-        if plan.casts_x:
-            x = x.to(plan.out_dtype)
-        apply = _AdaptedGroups.apply if plan.tracing else _apply_eagerly
-        made: Tensor = apply(x, w, bias, offs, *operands[5:], plan, *cast)
-        return made
+        rows = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
+        y = _of_rows(rows, w, bias, offs, recipe, term.a, term.b, float(term.scaling))
+        return y if x.ndim == 2 else given_out(y, (*x.shape[:-1], y.shape[1]))
 
 
-def _takes(x: Tensor, w: Tensor, term: LowRank, offs: Tensor) -> bool:
-    if not is_compiling() and any(type(t) not in PLAIN for t in (x, term.a, term.b, offs)):
+def _of_rows(*operands: Any) -> Tensor:
+    """Return the output for x as a matrix, w, the bias, offs, the recipe, a, b and the scaling."""
+    x, w, bias, offs, recipe, *term = operands
+    if repeat.table is not None and not is_compiling():
+        known = repeat.run(operands)
+        if known is not None:
+            return known
+    plan = plan_matmul(x, w, bias, recipe, offs)
+    if plan.is_cached and plan.records_forward:
+        known = repeat.remember(operands, plan)
+        if known is not None:
+            return known
+    cast = _shared_cast(x, offs, plan)
+    if plan.casts_x:
+        x = x.to(plan.out_dtype)
+    apply = _AdaptedLinear.apply if plan.tracing else _apply_eagerly
+    made: Tensor = apply(x, w, bias, offs, *term, plan, *cast)
+    return made
+
+
+def _takes(x: Tensor, w: Tensor, term: LowRank, offs: Tensor | None) -> bool:
+    plain = x, term.a, term.b, *(() if offs is None else (offs,))
+    if not is_compiling() and any(type(t) not in PLAIN for t in plain):
         return False
     if not isinstance(w, BlockwiseFP8Tensor) or isinstance(x, BlockwiseFP8Tensor):
         return False
-    fits = x.ndim == 2 and x.shape[1] == w.shape[2] and offs.shape == w.shape[:1]
+    if offs is None:
+        fits = x.ndim > 0 and w.ndim == 2
+    else:
+        fits = x.ndim == 2 and w.ndim == 3 and offs.shape == w.shape[:1]
     if w.requires_grad or not fits or 0 in x.shape or 0 in w.shape:
         return False
-    return is_fused(autocast_dtype(x) or x.dtype, term.a.shape[1])
+    return x.shape[-1] == w.shape[-1] and is_fused(autocast_dtype(x) or x.dtype, term.a.shape[-2])
 
 
-def _shared_cast(x: Tensor, offs: Tensor, plan: Plan) -> tuple[Tensor, ...]:
+_ALL = torch.iinfo(torch.int32).max
+
+
+@functools.cache
+def _cached_end(device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        made = torch.tensor([_ALL], dtype=torch.int32, device=device)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # other streams read it too
+    return made
+
+
+def _ends(offs: Tensor | None, rows: Tensor) -> Tensor:
+    """Return the ends of groups: ``offs``, or of one group that gets as many rows as there are."""
+    if offs is not None:
+        return offs
+    if type(rows) not in PLAIN or is_compiling():
+        return torch.full((1,), _ALL, dtype=torch.int32, device=rows.device)
+    if rows.is_cuda and torch.cuda.is_current_stream_capturing():
+        return torch.full((1,), _ALL, dtype=torch.int32, device=rows.device)
+    return _cached_end(rows.device)
+
+
+def _tokens(offs: Tensor | None, rows: Tensor) -> int | None:
+    """Return how many rows of a cast in groups are tokens; None for a cast without groups."""
+    return None if offs is None else rows.shape[0]
+
+
+def _as_stack(w: Quantized) -> Quantized:
+    """Return a weight as a stack of one expert; a stack stays as it is."""
+    return w if w.data.ndim == 3 else Quantized(w.data[None], w.scale[None], w.format)
+
+
+def _shared_cast(x: Tensor, offs: Tensor | None, plan: Plan) -> tuple[Tensor, ...]:
     """Return data and scale of x if linear layers share them in this run (``shared_cast.py``)."""
-
-    def cast(plan: Plan, x: Tensor) -> tuple[Tensor, ...]:
-        row, _ = Grouped(offs, x.shape[0]).forms(x, plan.format, None)
-        assert row is not None
-        return row[:2]
-
     running = this_thread.running
-    return () if running is None else running.forms_of(x, offs, plan, cast)
+    return () if running is None else running.forms_of(x, offs, plan, caster(offs))
 
 
 class _State(NamedTuple):
@@ -117,14 +162,15 @@ class _State(NamedTuple):
     orders: tuple[str, str]
 
 
-class _AdaptedGroups(FP8Function):
+class _AdaptedLinear(FP8Function):
     @staticmethod
     def forward(ctx: Any, *operands: Any) -> Tensor:
         """Run :func:`_forward` of x, w, the bias, offs, a, b, the scaling, the plan and a cast."""
         x, w, bias, offs, a, b, scaling, plan, *cast = operands
         needs = ctx.needs_input_grad[4:6]
         y, saved, ctx.state = _forward(plan, x, w, bias, offs, a, b, scaling, needs, cast)
-        ctx.given, ctx.casts = (True, True, bias is not None, True, True, True), len(cast)
+        ctx.given = True, True, bias is not None, offs is not None, True, True
+        ctx.casts = len(cast)
         ctx.save_for_backward(*saved)
         ctx.set_materialize_grads(False)
         return y
@@ -139,7 +185,7 @@ def _forward_of_node(
     x: Tensor,
     w: Tensor,
     bias: Tensor | None,
-    offs: Tensor,
+    offs: Tensor | None,
     _: Recipe | None,
     a: Tensor,
     b: Tensor,
@@ -158,7 +204,7 @@ def _forward(
     x: Tensor,
     w: Tensor,
     bias: Tensor | None,
-    offs: Tensor,
+    offs: Tensor | None,
     a: Tensor,
     b: Tensor,
     scaling: float,
@@ -176,10 +222,13 @@ def _forward(
     """
     w_row, w_saved, read = read_weight(w, plan)
     x_row = Quantized(cast[0], cast[1], plan.format) if cast else None
-    a = a.transpose(1, 2)
     assert not isinstance(w_row, Tensor)
+    if offs is None:
+        a, b, bias = a[None], b[None], None if bias is None else bias[None]
+    a = a.transpose(1, 2)
     compute = _recorded_fprop if plan.records_forward else _fprop
-    y, u, thin_a, thin_b = compute(x, x_row, w_row, bias, offs, a, b, scaling, plan)
+    stack, ends = _as_stack(w_row), _ends(offs, x)
+    y, u, thin_a, thin_b = compute(x, x_row, stack, bias, offs, ends, a, b, scaling, plan)
     orders = order_of(a.stride()), order_of(b.stride())
     state = _State(plan, read, scaling, a.shape[2], (a.dtype, b.dtype), orders)
     kept = x if needs[0] else None, u if needs[1] else None
@@ -191,7 +240,8 @@ def _fprop(
     x_row: Quantized | None,
     w: Quantized,
     bias: Tensor | None,
-    offs: Tensor,
+    offs: Tensor | None,
+    ends: Tensor,
     a: Tensor,
     b: Tensor,
     scaling: float,
@@ -199,14 +249,24 @@ def _fprop(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return y, u, and the matrices in the dtype of y, ``[E, K, R]`` and ``[E, N, R]``.
 
-    ``a``: the transpose, ``[E, K, r]``. ``x_row``: the rowwise form of x, if it is cast already.
+    Args:
+        x: ``[M, K]``.
+        x_row: its rowwise form, if it is cast already.
+        w: ``[E, N, K]``.
+        bias: ``[E, N]``.
+        offs: the ends of groups, or None.
+        ends: the same; without groups, of one that has all rows.
+        a: the transpose, ``[E, K, r]``.
+        b: ``[E, N, r]``.
+        scaling: of the term.
+        plan: of the FP8 matmul.
     """
     if x_row is None:
-        x_row, _ = Grouped(offs, x.shape[0]).forms(x, plan.format, None)
+        x_row, _ = matmul_of(offs, x).forms(x, plan.format, None)
     assert x_row is not None
     thin_a, thin_b = (thin_operand(t, plan.out_dtype) for t in (a, b))
-    u = thin_rows(x, thin_a, offs, scaling)
-    y = grouped_gemm(x_row, w, offs, bias, plan.out_dtype, x.shape[0], u, thin_b)
+    u = thin_rows(x, thin_a, ends, scaling)
+    y = grouped_gemm(x_row, w, ends, bias, plan.out_dtype, _tokens(offs, x), u, thin_b)
     return y, u, thin_a, thin_b
 
 
@@ -245,25 +305,28 @@ def _gradients(
     w_col = state.read.columnwise(weight, needs_dx and grad is not None)
     if grad is None:
         return None, None, None, None
-    matmul = Grouped(offs, grad.shape[0])
-    dbias = matmul.dbias(grad, plan) if needs_dbias else None
+    dbias = matmul_of(offs, grad).dbias(grad, plan) if needs_dbias else None
     x, u = x if needs_da else None, u if needs_db else None
     compute = _recorded_backward if plan.records_backward else _backward
     dx, da, db = compute(
         grad,
         x,
         u,
-        w_col,
+        None if w_col is None else _as_stack(w_col),
         thin_a if needs_dx else None,
         thin_b,
         offs,
+        _ends(offs, grad),
         state.scaling,
         state.rank,
         state.dtypes,
         state.orders,
         plan,
     )
-    return dx, dbias, None if da is None else da.transpose(1, 2), db
+    da = None if da is None else da.transpose(1, 2)
+    if offs is None:
+        da, db = (None if t is None else t[0] for t in (da, db))
+    return dx, dbias, da, db
 
 
 def _backward(
@@ -273,7 +336,8 @@ def _backward(
     w: Quantized | None,
     a: Tensor | None,
     b: Tensor,
-    offs: Tensor,
+    offs: Tensor | None,
+    ends: Tensor,
     scaling: float,
     rank: int,
     dtypes: tuple[torch.dtype, torch.dtype],
@@ -283,24 +347,23 @@ def _backward(
     """Return dx if w and a are given, the transpose of da if x is, and db if u is."""
     dx = da = db = v = None
     if a is not None or x is not None:
-        v = thin_rows(grad, b, offs, scaling)
+        v = thin_rows(grad, b, ends, scaling)
     if w is not None:
-        matmul = Grouped(offs, grad.shape[0])
-        g_row, _ = matmul.forms(grad, plan.format, None)
+        g_row, _ = matmul_of(offs, grad).forms(grad, plan.format, None)
         assert g_row is not None
-        dx = grouped_gemm(g_row, w, offs, None, plan.x_dtype, grad.shape[0], v, a)
+        dx = grouped_gemm(g_row, w, ends, None, plan.x_dtype, _tokens(offs, grad), v, a)
     if x is not None:
         assert v is not None
-        da = thin_products(x, v, offs, rank, dtypes[0], orders[0])
+        da = thin_products(x, v, ends, rank, dtypes[0], orders[0])
     if u is not None:
-        db = thin_products(grad, u, offs, rank, dtypes[1], orders[1])
+        db = thin_products(grad, u, ends, rank, dtypes[1], orders[1])
     return dx, da, db
 
 
 _recorded_backward = sequence(0)(_backward)
 
 repeat = Repeated(
-    "FP8AdaptedGroupsBackward",
+    "FP8AdaptedLinearBackward",
     lambda x, w, bias, offs, recipe, *_: Plan(x, w, bias, recipe, offs),
     _gradients_of_node,
     _forward_of_node,
@@ -308,4 +371,4 @@ repeat = Repeated(
 )
 
 # without the preparations for functorch, which would refuse it anyway
-_apply_eagerly = super(torch.autograd.Function, _AdaptedGroups).apply
+_apply_eagerly = super(torch.autograd.Function, _AdaptedLinear).apply
