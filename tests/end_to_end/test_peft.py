@@ -143,7 +143,7 @@ def test_merging_into_an_unfrozen_base(safe: bool) -> None:
     assert len(deltas) == 4
     y = model(INPUTS)
     assert len(unfreeze(model)) == 4
-    assert torch.equal(model(INPUTS), y)
+    assert relative(model(INPUTS), y) < 0.03  # terms are added to the rounded output
     merged = model.merge_and_unload(safe_merge=safe)
     for name, delta in deltas.items():
         weight = merged.get_submodule(name.removeprefix("base_model.model.")).weight

@@ -68,6 +68,14 @@ def test_interpreted(case: Any, rank: int) -> None:
     check(triton_thin, case, rank, BF16)
 
 
+@interpreted
+def test_large_tiles_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    from blocktensor.ops.thin import triton_thin
+
+    monkeypatch.setattr(triton_thin, "_FEW", 0)
+    check(triton_thin, CASES[0], 16, BF16)
+
+
 @pytest.mark.parametrize("wrong", [[600, 700, 800], [100, 100, 700], [-5, 100, 90]], ids=str)
 @interpreted
 def test_ends_before_the_first_token_or_beyond_the_last(wrong: list[int]) -> None:
@@ -81,13 +89,12 @@ def test_ends_before_the_first_token_or_beyond_the_last(wrong: list[int]) -> Non
     triton_thin.thin_products(wide, u, offs, 8, FP32, "ecr")
 
 
-def launches() -> Iterator[Any]:
+def launches(experts: int, tokens: int, columns: int) -> Iterator[Any]:
     pytest.importorskip("triton")
     from blocktensor.ops.thin import triton_thin as kernels
     from tests.support.sm90 import like
 
-    tokens, experts, columns, offs = 4001, 128, 2048, like(128, dtype=torch.int32)
-    wide = like(tokens, columns)
+    wide, offs = like(tokens, columns), like(experts, dtype=torch.int32)
     for rank in (8, 16, 64, 128):
         thin, u = like(experts, columns, rank), like(tokens, rank)
         yield kernels.plan_operand(like(experts, rank, columns, dtype=FP32).mT, thin)
@@ -97,15 +104,16 @@ def launches() -> Iterator[Any]:
             yield kernels.plan_products(wide, u, offs, out)
 
 
-def test_kernels_compile_for_sm_90_without_spills() -> None:
+@pytest.mark.parametrize(("experts", "tokens"), [(128, 40001), (1, 4001)], ids=["large", "small"])
+def test_kernels_compile_for_sm_90_without_spills(experts: int, tokens: int) -> None:
     from tests.support.sm90 import compile_for_sm90
 
-    for launch in launches():
+    for launch in launches(experts, tokens, 2048):
         code = compile_for_sm90(launch)
         assert code.spilled_bytes == 0, launch.kernel
         assert code.shared_bytes <= 227 * 1024
         if "operand" not in launch.kernel.__name__:
-            assert "GMMA" in code.sass
+            assert ("GMMA" if experts > 1 else "HMMA") in code.sass
             assert "LDGSTS.E.BYPASS.128" in code.sass  # whole vectors, several tiles ahead
         assert "LDG.E.U16" not in code.sass
 
@@ -114,7 +122,7 @@ def test_kernels_compile_for_sm_90_without_spills() -> None:
 @every_rank
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 def test_on_a_gpu(rank: int, dtype: torch.dtype) -> None:
-    for case in (*CASES, (SIZES, 7, 2048), ((300,) * 33, 0, 768)):
+    for case in (*CASES, (SIZES, 7, 2048), ((300,) * 33, 0, 768), ((40_000,), 0, 328)):
         check(ops, case, rank, dtype, "cuda")
 
 
