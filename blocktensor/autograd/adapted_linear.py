@@ -19,7 +19,6 @@ u, a and b in the dtype of y, and w as in ``linear.py``.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -101,29 +100,6 @@ def _takes(x: Tensor, w: Tensor, term: LowRank, offs: Tensor | None) -> bool:
     if w.requires_grad or not fits or 0 in x.shape or 0 in w.shape:
         return False
     return x.shape[-1] == w.shape[-1] and is_fused(autocast_dtype(x) or x.dtype, term.a.shape[-2])
-
-
-_ALL = torch.iinfo(torch.int32).max
-
-
-@functools.cache
-def _cached_end(device: torch.device) -> Tensor:
-    with torch.inference_mode(False):
-        made = torch.tensor([_ALL], dtype=torch.int32, device=device)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)  # other streams read it too
-    return made
-
-
-def _ends(offs: Tensor | None, rows: Tensor) -> Tensor:
-    """Return the ends of groups: ``offs``, or of one group that gets as many rows as there are."""
-    if offs is not None:
-        return offs
-    if type(rows) not in PLAIN or is_compiling():
-        return torch.full((1,), _ALL, dtype=torch.int32, device=rows.device)
-    if rows.is_cuda and torch.cuda.is_current_stream_capturing():
-        return torch.full((1,), _ALL, dtype=torch.int32, device=rows.device)
-    return _cached_end(rows.device)
 
 
 def _tokens(offs: Tensor | None, rows: Tensor) -> int | None:
@@ -227,8 +203,8 @@ def _forward(
         a, b, bias = a[None], b[None], None if bias is None else bias[None]
     a = a.transpose(1, 2)
     compute = _recorded_fprop if plan.records_forward else _fprop
-    stack, ends = _as_stack(w_row), _ends(offs, x)
-    y, u, thin_a, thin_b = compute(x, x_row, stack, bias, offs, ends, a, b, scaling, plan)
+    stack = _as_stack(w_row)
+    y, u, thin_a, thin_b = compute(x, x_row, stack, bias, offs, a, b, scaling, plan)
     orders = order_of(a.stride()), order_of(b.stride())
     state = _State(plan, read, scaling, a.shape[2], (a.dtype, b.dtype), orders)
     kept = x if needs[0] else None, u if needs[1] else None
@@ -241,7 +217,6 @@ def _fprop(
     w: Quantized,
     bias: Tensor | None,
     offs: Tensor | None,
-    ends: Tensor,
     a: Tensor,
     b: Tensor,
     scaling: float,
@@ -255,7 +230,6 @@ def _fprop(
         w: ``[E, N, K]``.
         bias: ``[E, N]``.
         offs: the ends of groups, or None.
-        ends: the same; without groups, of one that has all rows.
         a: the transpose, ``[E, K, r]``.
         b: ``[E, N, r]``.
         scaling: of the term.
@@ -265,8 +239,8 @@ def _fprop(
         x_row, _ = matmul_of(offs, x).forms(x, plan.format, None)
     assert x_row is not None
     thin_a, thin_b = (thin_operand(t, plan.out_dtype) for t in (a, b))
-    u = thin_rows(x, thin_a, ends, scaling)
-    y = grouped_gemm(x_row, w, ends, bias, plan.out_dtype, _tokens(offs, x), u, thin_b)
+    u = thin_rows(x, thin_a, offs, scaling)
+    y = grouped_gemm(x_row, w, offs, bias, plan.out_dtype, _tokens(offs, x), u, thin_b)
     return y, u, thin_a, thin_b
 
 
@@ -316,7 +290,6 @@ def _gradients(
         thin_a if needs_dx else None,
         thin_b,
         offs,
-        _ends(offs, grad),
         state.scaling,
         state.rank,
         state.dtypes,
@@ -337,7 +310,6 @@ def _backward(
     a: Tensor | None,
     b: Tensor,
     offs: Tensor | None,
-    ends: Tensor,
     scaling: float,
     rank: int,
     dtypes: tuple[torch.dtype, torch.dtype],
@@ -347,20 +319,20 @@ def _backward(
     """Return dx if w and a are given, the transpose of da if x is, and db if u is."""
     dx = da = db = v = None
     if a is not None or x is not None:
-        v = thin_rows(grad, b, ends, scaling)
+        v = thin_rows(grad, b, offs, scaling)
     if w is not None:
         g_row, _ = matmul_of(offs, grad).forms(grad, plan.format, None)
         assert g_row is not None
-        dx = grouped_gemm(g_row, w, ends, None, plan.x_dtype, _tokens(offs, grad), v, a)
+        dx = grouped_gemm(g_row, w, offs, None, plan.x_dtype, _tokens(offs, grad), v, a)
     if x is not None:
         assert v is not None
-        da = thin_products(x, v, ends, rank, dtypes[0], orders[0])
+        da = thin_products(x, v, offs, rank, dtypes[0], orders[0])
     if u is not None:
-        db = thin_products(grad, u, ends, rank, dtypes[1], orders[1])
+        db = thin_products(grad, u, offs, rank, dtypes[1], orders[1])
     return dx, da, db
 
 
-_recorded_backward = sequence(0)(_backward)
+_recorded_backward = sequence(0, 1, 2)(_backward)
 
 repeat = Repeated(
     "FP8AdaptedLinearBackward",

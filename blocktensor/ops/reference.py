@@ -253,14 +253,16 @@ def gemm(
     return (acc if bias is None else acc.add_(bias.float())).to(out_dtype)
 
 
-def group_ranges(offs: Tensor, rows: int) -> list[tuple[int, int]]:
+def group_ranges(offs: Tensor | None, rows: int) -> list[tuple[int, int]]:
     """Return the first row of each group and the row after its last row.
 
     Args:
         offs: ``[E]``, the cumulative ends of the groups. An end before the previous group's end
-            counts as that end, and an end beyond ``rows`` as ``rows``.
+            counts as that end, and an end beyond ``rows`` as ``rows``. None: one group has all.
         rows: the number of rows. Rows from the last end on belong to no group.
     """
+    if offs is None:
+        return [(0, rows)]
     ranges, begin = [], 0
     for end in offs.tolist():
         end = min(max(begin, end), rows)
@@ -325,7 +327,7 @@ def columnwise_from_rowwise(
 def grouped_gemm(
     a: Quantized,
     b: Quantized,
-    offs: Tensor,
+    offs: Tensor | None,
     bias: Tensor | None,
     out_dtype: torch.dtype,
     tokens: int | None = None,
@@ -334,7 +336,8 @@ def grouped_gemm(
 ) -> Tensor:
     """Multiply the rows of group e of ``A[T, K]`` by ``B[e, N, K]^T (+ bias[e, N])``.
 
-    The result is ``[T, N]``. Rows of no group are zeros. ``tokens``: T, if A has more rows.
+    The result is ``[T, N]``. Rows of no group are zeros. Without ``offs`` one group has all rows.
+    ``tokens``: T, if A has more rows.
 
     ``left[T, R] right[e, N, R]^T`` is added if given. The order is: the fp32 sum of :func:`gemm`
     over the blocks of K, then this product, summed over R and rounded to fp32, then the bias. The

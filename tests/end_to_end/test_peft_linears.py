@@ -16,7 +16,7 @@ pytest.importorskip("peft")
 
 from peft import LoraConfig, PeftModel, get_peft_model
 
-import blocktensor.integrations.peft  # noqa: F401
+import blocktensor.integrations.peft
 from blocktensor import (
     BlockwiseFP8Tensor,
     BlockwiseFP8Weight,
@@ -254,7 +254,7 @@ def test_under_autocast(dtype: torch.dtype, calls: list[int]) -> None:
 
 
 def test_no_copy_of_an_input_is_saved() -> None:
-    """x itself, once for both layers, in its dtype; and thin matrices."""
+    """X itself, once for both layers, in its dtype; and thin matrices."""
     model, x = adapted(base()), randn(256, K, seed=3)
 
     def saved() -> dict[torch.dtype, int]:

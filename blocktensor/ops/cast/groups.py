@@ -17,10 +17,15 @@ from .producer import Forms, empty_forms
 
 @triton.jit
 def rows_of_block(block, offs_ptr, groups, tokens, GROUPS: tl.constexpr):
-    group = tl.arange(0, GROUPS)
-    end = tl.load(offs_ptr + group, mask=group < groups, other=0)
-    begin = tl.load(offs_ptr + group - 1, mask=(group > 0) & (group < groups), other=0)
-    return place(block, group, begin, end, tokens)
+    # As `place`; without GROUPS all rows are of the first group.
+    if GROUPS == 0:
+        first = block * 128
+        return first, tokens - first, first < tokens, block * 0
+    else:
+        group = tl.arange(0, GROUPS)
+        end = tl.load(offs_ptr + group, mask=group < groups, other=0)
+        begin = tl.load(offs_ptr + group - 1, mask=(group > 0) & (group < groups), other=0)
+        return place(block, group, begin, end, tokens)
 
 
 @triton.jit

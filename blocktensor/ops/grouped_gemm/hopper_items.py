@@ -25,10 +25,12 @@ class GroupedOutput(Output):
             own output, and groups cut K (wgrad).
         rank: columns of the operands of the low-rank product that is added: 16, 32 or 64; 0 if
             there is none.
+        has_ends: False if one group has all rows, and no ends are read.
     """
 
     cuts_rows: bool = True
     rank: int = 0
+    has_ends: bool = True
 
 
 SLOTS = gl.constexpr(8)
@@ -59,12 +61,13 @@ def field(items, slot, FIELD: gl.constexpr):
 
 
 @gluon.jit
-def _end_of(offs, group, groups, begin, tokens):
+def _end_of(offs, group, groups, begin, tokens, OUT: gl.constexpr):
     # The end of a group, not before its beginning or after the tokens; the tokens of no group
     # follow as one more.
     end = tokens
-    if group < groups:
-        end = gl.load(offs + group)
+    if OUT.has_ends:
+        if group < groups:
+            end = gl.load(offs + group)
     return gl.minimum(gl.maximum(end, begin), tokens)
 
 
@@ -95,7 +98,7 @@ def _next_group(at, work, OUT: gl.constexpr, T: gl.constexpr):
     group, begin, end, before, first = at
     offs, groups, tokens, _, _, _, _, _ = work
     count, blocks, _ = _items_of(begin, end, work, OUT, T)
-    after = _end_of(offs, group + 1, groups, end, tokens)
+    after = _end_of(offs, group + 1, groups, end, tokens, OUT)
     return group + 1, end, after, before + count, first + blocks
 
 
@@ -199,7 +202,7 @@ def produce(stages, items, maps, low_rank, work, OUT: gl.constexpr, T: gl.conste
     phase = 1  # waiting for parity 1 of a fresh barrier returns at once
     slot = 0
     item = gl.program_id(0)
-    at = (0, 0, _end_of(offs, 0, groups, 0, tokens), 0, 0)
+    at = (0, 0, _end_of(offs, 0, groups, 0, tokens, OUT), 0, 0)
     last = groups + 1 if OUT.cuts_rows else groups
     while at[0] < last:
         if _is_behind(at, item, work, OUT, T):

@@ -25,7 +25,7 @@ from .tiles import choose_gemm_tile, choose_wgrad_tile
 def plan_grouped_gemm(
     a: Quantized,
     b: Quantized,
-    offs: Tensor,
+    offs: Tensor | None,
     bias: Tensor | None,
     out: Tensor,
     tile: Tile,
@@ -52,14 +52,17 @@ def plan_grouped_gemm(
             _low_rank_map(left, tile.a_rows, rank, Rows(len(left))),
             _low_rank_map(right.flatten(0, 1), tile.n, rank, experts * n),
         )
-    output = GroupedOutput(fits_tma(out), bias is not None, clip=True, rank=rank)
+    output = GroupedOutput(
+        fits_tma(out), bias is not None, clip=True, rank=rank, has_ends=offs is not None
+    )
     return Launch(
         grouped_kernel,
         (programs,),
         (data_map(a.data, tile.a_rows, rows), a_scale_map,
          data_map(b.data.flatten(0, 1), tile.n),
          scale_map(b.scale, tile.b_scales, b_scale_ld, blocks_k, experts * blocks_n), *low_rank,
-         output_map(out, rows) if output.tma else out, out, out if bias is None else bias, offs,
+         output_map(out, rows) if output.tma else out, out, out if bias is None else bias,
+         out if offs is None else offs,
          Rows(len(out)), n, n, experts, 0, ceil_div(n, tile.n), blocks_k, blocks_n, a_scale_ld,
          b_scale_ld, out.stride(0)),
         {"OUT": output, "T": tile},
@@ -119,7 +122,7 @@ def _for_tma(x: Quantized) -> Quantized:
 def grouped_gemm(
     a: Quantized,
     b: Quantized,
-    offs: Tensor,
+    offs: Tensor | None,
     bias: Any,
     out_dtype: torch.dtype,
     tokens: Any = None,

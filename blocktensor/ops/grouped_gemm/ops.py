@@ -22,7 +22,7 @@ from .low_rank import RANK_STEP, is_fused
 def _check(
     a: Quantized,
     b: Quantized,
-    offs: Tensor,
+    offs: Tensor | None,
     bias: Tensor | None,
     _: Any,
     tokens: int | None,
@@ -30,9 +30,11 @@ def _check(
     right: Tensor | None,
 ) -> None:
     checks.gemm_operands(a, b, bias, b_ndim=3)
-    checks.group_ends(offs, a.data, "operand a")
+    if offs is not None:
+        checks.group_ends(offs, a.data, "operand a")
     fits = not isinstance(tokens, int) or tokens <= a.data.shape[0]  # symbolic: while tracing
-    checks.fit(len(offs) == len(b.data), fits, (left is None) == (right is None))
+    groups = 1 if offs is None else len(offs)
+    checks.fit(groups == len(b.data), fits, (left is None) == (right is None))
     if left is not None and right is not None:
         rank = right.shape[-1]
         checks.fit(
@@ -54,7 +56,7 @@ def _check_wgrad(a: Quantized, b: Quantized, offs: Tensor, tokens: int, out: tor
 def _decide_gemm(
     a: Quantized,
     b: Quantized,
-    __: Tensor,
+    __: Tensor | None,
     bias: Tensor | None,
     out_dtype: torch.dtype,
     tokens: int | None,
@@ -87,7 +89,7 @@ def _decide_gemm(
 def _empty(
     a: Quantized,
     b: Quantized,
-    _: Tensor,
+    _: Tensor | None,
     bias: Any,
     out_dtype: torch.dtype,
     tokens: int | None,
@@ -127,7 +129,7 @@ def _decide_wgrad(
 def grouped_gemm(
     a: Quantized,
     b: Quantized,
-    offs: Tensor,
+    offs: Tensor | None,
     bias: Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
     tokens: int | None = None,
@@ -136,10 +138,10 @@ def grouped_gemm(
 ) -> Tensor:
     """Multiply the rows of group e of ``A[T, K]`` by ``B[e, N, K]^T (+ bias[e, N])``.
 
-    The result is ``[T, N]``. Rows of no group, from ``offs[-1]`` on, are zeros. ``tokens``: T, if A
-    is a cast in groups and has more rows. ``left`` and ``right``: contiguous bf16 ``[T, R]`` and
-    ``[E, N, R]``, whose product is added; see ``low_rank.py`` for R. See
-    :func:`blocktensor.ops.reference.grouped_gemm`.
+    The result is ``[T, N]``. Rows of no group, from ``offs[-1]`` on, are zeros. Without ``offs``
+    one group has all rows. ``tokens``: T, if A is a cast in groups and has more rows. ``left`` and
+    ``right``: contiguous bf16 ``[T, R]`` and ``[E, N, R]``, whose product is added; see
+    ``low_rank.py`` for R. See :func:`blocktensor.ops.reference.grouped_gemm`.
     """
     return _empty(a, b, offs, bias, out_dtype, tokens)
 

@@ -142,7 +142,7 @@ _OPTIONS = {"num_warps": 8, "enable_fp_fusion": True, "num_stages": 3}
 def plan_grouped_gemm(
     a: Quantized,
     b: Quantized,
-    offs: Tensor,
+    offs: Tensor | None,
     bias: Tensor | None,
     out: Tensor,
     left: Tensor | None = None,
@@ -160,13 +160,14 @@ def plan_grouped_gemm(
     rank = 0 if left is None else left.shape[1]
     return Launch(
         grouped_gemm_kernel,
-        (group_blocks(rows_of_a, experts + 1) * tiles_n,),
+        (group_blocks(rows_of_a, 0 if offs is None else experts + 1) * tiles_n,),
         (a.data, a.scale, b.data, b.scale, out if left is None else left,
-         out if right is None else right, out if bias is None else bias, out, offs, Rows(len(out)),
+         out if right is None else right, out if bias is None else bias, out,
+         out if offs is None else offs, Rows(len(out)),
          n, k, experts, *a.scale.stride(), b.data.stride(0), *b.scale.stride(), num_blocks(k),
          tiles_n, rank),
-        {"GROUPS": padded_groups(experts), "TILE_N": _TILE, "HAS_BIAS": bias is not None,
-         "RANK": padded_rank(rank) if rank else 0},
+        {"GROUPS": 0 if offs is None else padded_groups(experts), "TILE_N": _TILE,
+         "HAS_BIAS": bias is not None, "RANK": padded_rank(rank) if rank else 0},
         _OPTIONS,
         sized=(out,),
     )  # fmt: skip
@@ -191,7 +192,7 @@ def plan_grouped_wgrad(
 def grouped_gemm(
     a: Quantized,
     b: Quantized,
-    offs: Tensor,
+    offs: Tensor | None,
     bias: Any,
     out_dtype: torch.dtype,
     tokens: Any = None,

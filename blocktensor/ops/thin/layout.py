@@ -21,9 +21,11 @@ def empty_operand(w: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=w.device)
 
 
-def empty_gradient(wide: Tensor, offs: Tensor, rank: int, dtype: torch.dtype, order: str) -> Tensor:
+def empty_gradient(
+    wide: Tensor, offs: Tensor | None, rank: int, dtype: torch.dtype, order: str
+) -> Tensor:
     """Return an uninitialised ``[E, C, rank]`` whose dimensions lie in memory in this order."""
-    sizes = offs.shape[0], wide.shape[1], rank
+    sizes = 1 if offs is None else offs.shape[0], wide.shape[1], rank
     places = [DIMENSIONS.index(name) for name in order]
     made = torch.empty([sizes[i] for i in places], dtype=dtype, device=wide.device)
     return made.permute([order.index(name) for name in DIMENSIONS])

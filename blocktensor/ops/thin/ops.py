@@ -1,7 +1,8 @@
 """Define the ops of thin matmuls: see ``reference.py`` of this folder.
 
 The rows of a wide matrix belong to groups, one after the other, which end at ``offs`` ``[E]``
-(int32, cumulative, on the device). Nothing here reads ``offs`` on the host.
+(int32, cumulative, on the device). Nothing here reads ``offs`` on the host. Without ``offs`` one
+group has all rows.
 """
 
 from __future__ import annotations
@@ -43,11 +44,12 @@ def _check_operand(w: Tensor, dtype: torch.dtype) -> None:
     checks.fit(w.ndim == 3, dtype in KERNEL_DTYPES)
 
 
-def _check_rows(x: Tensor, thin: Tensor, offs: Tensor, scaling: float) -> None:
-    checks.group_ends(offs, x, "x")
+def _check_rows(x: Tensor, thin: Tensor, offs: Tensor | None, scaling: float) -> None:
+    if offs is not None:
+        checks.group_ends(offs, x, "x")
     checks.fit(
         x.ndim == 2,
-        tuple(thin.shape[:2]) == (*offs.shape, *x.shape[1:]),
+        tuple(thin.shape[:2]) == (1 if offs is None else len(offs), *x.shape[1:]),
         thin.dtype == x.dtype in KERNEL_DTYPES,
         thin.device == x.device,
         thin.is_contiguous(),
@@ -55,9 +57,10 @@ def _check_rows(x: Tensor, thin: Tensor, offs: Tensor, scaling: float) -> None:
 
 
 def _check_products(
-    wide: Tensor, thin: Tensor, offs: Tensor, rank: int, dtype: torch.dtype, order: str
+    wide: Tensor, thin: Tensor, offs: Tensor | None, rank: int, dtype: torch.dtype, order: str
 ) -> None:
-    checks.group_ends(offs, wide, "the wide matrix")
+    if offs is not None:
+        checks.group_ends(offs, wide, "the wide matrix")
     checks.fit(
         wide.ndim == thin.ndim == 2,
         wide.shape[0] == thin.shape[0],
@@ -80,7 +83,7 @@ def thin_operand(w: Tensor, dtype: torch.dtype) -> Tensor:
     check=_check_rows,
     flops=lambda x, thin, offs, scaling: 2 * x[0] * x[1] * thin[2],
 )
-def thin_rows(x: Tensor, thin: Tensor, offs: Tensor, scaling: float) -> Tensor:
+def thin_rows(x: Tensor, thin: Tensor, offs: Tensor | None, scaling: float) -> Tensor:
     """Multiply the rows of group e of ``x[T, C]`` by ``scaling * thin[e, C, R]``: ``[T, R]``."""
     return x.new_empty((x.shape[0], thin.shape[2]))
 
@@ -91,7 +94,7 @@ def thin_rows(x: Tensor, thin: Tensor, offs: Tensor, scaling: float) -> Tensor:
     flops=lambda wide, thin, offs, rank, *_: 2 * wide[0] * wide[1] * rank,
 )
 def thin_products(
-    wide: Tensor, thin: Tensor, offs: Tensor, rank: int, dtype: torch.dtype, order: str
+    wide: Tensor, thin: Tensor, offs: Tensor | None, rank: int, dtype: torch.dtype, order: str
 ) -> Tensor:
     """Contract ``wide[T, C]`` and ``thin[T, R]`` over each group into ``[E, C, rank]``."""
     return empty_gradient(wide, offs, rank, dtype, order)

@@ -22,7 +22,7 @@ def thin_operand(w: Tensor, dtype: torch.dtype) -> Tensor:
     return made
 
 
-def thin_rows(x: Tensor, thin: Tensor, offs: Tensor, scaling: float) -> Tensor:
+def thin_rows(x: Tensor, thin: Tensor, offs: Tensor | None, scaling: float) -> Tensor:
     """Multiply the rows of group e of ``x[T, C]`` by ``scaling * thin[e, C, R]``.
 
     The result is ``[T, R]`` in the dtype of x. Each number is a sum in fp32, which is multiplied by
@@ -37,7 +37,7 @@ def thin_rows(x: Tensor, thin: Tensor, offs: Tensor, scaling: float) -> Tensor:
 
 
 def thin_products(
-    wide: Tensor, thin: Tensor, offs: Tensor, rank: int, dtype: torch.dtype, order: str
+    wide: Tensor, thin: Tensor, offs: Tensor | None, rank: int, dtype: torch.dtype, order: str
 ) -> Tensor:
     """Contract ``wide[T, C]`` and the first ``rank`` columns of ``thin[T, R]`` over each group.
 

@@ -15,12 +15,14 @@ from ..formats import BLOCK, ceil_div, group_blocks
 from ..runtime.launch import Launch, Rows
 from .layout import empty_gradient, empty_operand
 
-_COLUMNS = 64
 _FEW = 256
 """Blocks of 128 rows or columns below which tiles are smaller, so that all SMs read."""
 
 _SMALL = 32
 """Rows or columns of a small tile."""
+
+_SHORT = 64
+"""The numbers that a large tile contracts at a time."""
 
 _LEAST_RANK = 16
 _TILE = 2048
@@ -88,14 +90,17 @@ def thin_rows_kernel(
 def thin_products_kernel(
     wide_ptr, thin_ptr, out_ptr, offs_ptr, tokens, C, vectors, rank, tiles, wide_stride_t,
     wide_stride_c, out_stride_e, out_stride_c, out_stride_r, RANK: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    COLUMNS: tl.constexpr, HAS_ENDS: tl.constexpr,
 ):  # fmt: skip
     # COLUMNS columns of one expert, over all rows of its group.
     R = vectors * 8
     expert = tl.program_id(0) // tiles
-    end = tl.maximum(tl.minimum(tl.load(offs_ptr + expert), tokens), 0)
-    begin = tl.load(offs_ptr + expert - 1, mask=expert > 0, other=0)
-    begin = tl.maximum(tl.minimum(begin, end), 0)
+    begin = 0
+    end = tokens
+    if HAS_ENDS:
+        end = tl.maximum(tl.minimum(tl.load(offs_ptr + expert), tokens), 0)
+        begin = tl.load(offs_ptr + expert - 1, mask=expert > 0, other=0)
+        begin = tl.maximum(tl.minimum(begin, end), 0)
     c = tl.program_id(0) % tiles * COLUMNS + tl.arange(0, COLUMNS)
     rows = tl.arange(0, ROWS)
     r = tl.arange(0, RANK)
@@ -126,6 +131,11 @@ def _vectors(thin: Tensor) -> int:
     return thin.shape[-1] // 8
 
 
+def _long(width: int) -> int:
+    """Return the numbers that a small tile contracts at a time, as many as shared memory holds."""
+    return 256 if width <= 32 else 128
+
+
 def _width(rank: int) -> int:
     """Return the columns of a tile for ``rank``, at least the least that tensor cores take."""
     return max(_LEAST_RANK, triton.next_power_of_2(rank))
@@ -145,35 +155,38 @@ def plan_operand(w: Tensor, out: Tensor) -> Launch:
     )
 
 
-def plan_rows(x: Tensor, thin: Tensor, offs: Tensor, scaling: float, out: Tensor) -> Launch:
+def plan_rows(x: Tensor, thin: Tensor, offs: Tensor | None, scaling: float, out: Tensor) -> Launch:
     """Plan the launch of ``out[T, R] = scaling * x[T, C] thin[e, C, R]``."""
     experts, c, rank = thin.shape
     width = _width(rank)
     (bits,) = struct.unpack("i", struct.pack("f", scaling))  # recordings pass integers alone
-    blocks = group_blocks(len(x), experts + 1)
-    rows = _SMALL if blocks < _FEW else BLOCK
+    groups = 0 if offs is None else experts
+    blocks = group_blocks(len(x), groups and groups + 1)
+    rows, columns = (BLOCK, _SHORT) if blocks >= _FEW else (_SMALL, _long(width))
     return Launch(
         thin_rows_kernel,
         (blocks * BLOCK // rows,),
-        (x, thin, out, offs, bits, Rows(len(out)), c, experts, *x.stride(), _vectors(out)),
-        {"GROUPS": padded_groups(experts), "RANK": width, "ROWS": rows, "COLUMNS": _COLUMNS},
+        (x, thin, out, out if offs is None else offs, bits, Rows(len(out)), c, groups, *x.stride(),
+         _vectors(out)),
+        {"GROUPS": padded_groups(groups), "RANK": width, "ROWS": rows, "COLUMNS": columns},
         _options(width),
         sized=(out,),
-    )
+    )  # fmt: skip
 
 
-def plan_products(wide: Tensor, thin: Tensor, offs: Tensor, out: Tensor) -> Launch:
+def plan_products(wide: Tensor, thin: Tensor, offs: Tensor | None, out: Tensor) -> Launch:
     """Plan the launch of ``out[E, C, r] = wide[T, C]^T thin[T, R]`` over the rows of each group."""
     experts, c, rank = out.shape
     width = _width(thin.shape[1])
-    rows, columns = (64, BLOCK) if experts * ceil_div(c, BLOCK) >= _FEW else (BLOCK, _SMALL)
+    is_many = experts * ceil_div(c, BLOCK) >= _FEW
+    rows, columns = (_SHORT, BLOCK) if is_many else (_long(width), _SMALL)
     tiles = ceil_div(c, columns)
     return Launch(
         thin_products_kernel,
         (experts * tiles,),
-        (wide, thin, out, offs, Rows(len(wide)), c, _vectors(thin), rank, tiles, *wide.stride(),
-         *out.stride()),
-        {"RANK": width, "ROWS": rows, "COLUMNS": columns},
+        (wide, thin, out, out if offs is None else offs, Rows(len(wide)), c, _vectors(thin), rank,
+         tiles, *wide.stride(), *out.stride()),
+        {"RANK": width, "ROWS": rows, "COLUMNS": columns, "HAS_ENDS": offs is not None},
         _options(width),
     )  # fmt: skip
 
@@ -185,7 +198,7 @@ def thin_operand(w: Tensor, dtype: torch.dtype) -> Tensor:
     return out
 
 
-def thin_rows(x: Tensor, thin: Tensor, offs: Tensor, scaling: float) -> Tensor:
+def thin_rows(x: Tensor, thin: Tensor, offs: Tensor | None, scaling: float) -> Tensor:
     """See :func:`.reference.thin_rows`."""
     out = torch.empty((x.shape[0], thin.shape[2]), dtype=x.dtype, device=x.device)
     plan_rows(x, thin, offs, scaling, out)()
@@ -193,7 +206,7 @@ def thin_rows(x: Tensor, thin: Tensor, offs: Tensor, scaling: float) -> Tensor:
 
 
 def thin_products(
-    wide: Tensor, thin: Tensor, offs: Tensor, rank: int, dtype: torch.dtype, order: str
+    wide: Tensor, thin: Tensor, offs: Tensor | None, rank: int, dtype: torch.dtype, order: str
 ) -> Tensor:
     """See :func:`.reference.thin_products`."""
     out = empty_gradient(wide, offs, rank, dtype, order)

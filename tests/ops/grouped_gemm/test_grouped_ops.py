@@ -44,7 +44,7 @@ def test_a_backend_is_chosen_once_for_a_kind(watched: Watched, rng: Generator) -
     cpu = torch.device("cpu")
     assert watched.problems == [
         GroupedProblem(
-            "gemm", 60, *sizes_and_experts, row, BLOCKS_128X128, torch.float32, cpu, torch.bfloat16
+            "gemm", 64, *sizes_and_experts, row, BLOCKS_128X128, torch.float32, cpu, torch.bfloat16
         ),
         GroupedProblem(
             "wgrad", formats.GROUP_STEP, *sizes_and_experts, row, row, torch.float16, cpu

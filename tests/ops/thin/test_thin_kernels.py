@@ -94,7 +94,8 @@ def launches(experts: int, tokens: int, columns: int) -> Iterator[Any]:
     from blocktensor.ops.thin import triton_thin as kernels
     from tests.support.sm90 import like
 
-    wide, offs = like(tokens, columns), like(experts, dtype=torch.int32)
+    wide = like(tokens, columns)
+    offs = None if experts == 1 else like(experts, dtype=torch.int32)
     for rank in (8, 16, 64, 128):
         thin, u = like(experts, columns, rank), like(tokens, rank)
         yield kernels.plan_operand(like(experts, rank, columns, dtype=FP32).mT, thin)
