@@ -119,6 +119,9 @@ def _plan(
     even_cols = col == cols % BLOCK == 0
     wide = x.dtype == torch.float32
     wide_loads = even_cols and x.stride(-1) == 1
+    far = is_wide(*x.stride()[-2:], cols)
+    # more threads hold fewer numbers; with groups and 64-bit offsets 16 warps spill
+    many = not far if group_rows else wide or not wide_loads
     return Launch(
         block_kernel,
         ((x.shape[0] if in_stack else 1) * blocks_n * blocks_k,),
@@ -129,15 +132,14 @@ def _plan(
             "MODE": mode,
             "EVEN_ROWS": row == rows % BLOCK == 0,
             "EVEN_COLS": even_cols,
-            "WIDE": is_wide(*x.stride()[-2:], cols),
+            "WIDE": far,
             "POWER_OF_TWO": mode != "amax" and format.power_of_two,
             "METHOD": method_for(x.dtype),
             "GROUP_ROWS": group_rows,
             "GROUP_COLS": group_cols,
         },
         {
-            # with groups, 16 warps spill
-            "num_warps": 16 if not group_rows and (wide or not wide_loads) else 8,
+            "num_warps": 16 if many else 8,
             "enable_fp_fusion": True,
         },
     )  # fmt: skip
