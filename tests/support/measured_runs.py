@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks import experts, hf_llama, llama
+from benchmarks import experts, hf_llama, llama, lora, popular
 from blocktensor import Recipe
 from blocktensor.reports.plan.describe import Description, describe
 from blocktensor.reports.plan.memory import Memory, Run, peak
@@ -233,9 +233,42 @@ def _fsdp2() -> Iterator[Measured]:
         )
 
 
+@functools.cache
+def _popular_llama() -> nn.Module:
+    return popular.make_model("bf16", popular.MODELS[lora.NAME], "meta")
+
+
+def _loras() -> Iterator[Measured]:
+    """With 4,096 tokens and more: below, the host decides."""
+    for row in rows_of("lora.json"):
+        if row["length"] < 4096:
+            continue
+        how = {
+            "card": "H200",
+            "batch": row["sequences"],
+            "sequence": row["length"],
+            "master": "fp32" if "fp32" in row["adapters"] else "bf16",
+            "lora": lora.RANK,
+            "clip": False,
+            "share_inputs": True,
+            "fuse": row["variant"] == "fp8",
+        }
+        for mode, compile in (("eager", "none"), ("compiled", "model")):
+            is_low = mode == "compiled" and row["variant"] == "bf16" and how["master"] == "bf16"
+            yield Measured(
+                "lora.json",
+                f"{row['variant']}, {row['adapters']}, {row['sequences']} x 4,096, {mode}",
+                _popular_llama,
+                how | {"compile": compile},
+                row["variant"] == "fp8",
+                None if is_low else row[f"{mode}_peak_mib"],  # Inductor keeps up to 10% more
+                row[f"{mode}_ms"],
+            )
+
+
 def measured_runs() -> list[Measured]:
     """Return all rows."""
-    runs = [*_fsdp2(), *_memory()]
+    runs = [*_fsdp2(), *_memory(), *_loras()]
     for card, folder in FOLDERS.items():
         runs += [*_blocks(card, folder), *_hf_llamas(card, folder), *_qwen3s(card, folder)]
     return runs
@@ -251,6 +284,11 @@ SHOWN = {
     "hf_llama.json": ("bf16, eager", "fp8, eager", "fp8, compiled", "fp8, fused, eager"),
     "experts.json": ("32 experts, bf16", "32 experts, fp8, fused", "64 experts, fp8"),
     "memory.json": ("bf16, frozen, eager", "fp8, frozen, eager"),
+    "lora.json": tuple(
+        f"{name}, adapters in fp32, 1 x 4,096, {mode}"
+        for name in ("bf16", "fp8")
+        for mode in ("eager", "compiled")
+    ),
 }
 """By file the variants that the guide shows; None for all."""
 

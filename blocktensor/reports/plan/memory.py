@@ -119,9 +119,10 @@ class Run:
         return sum(rank * (m.n + m.k) * m.experts for m in counted)
 
     def thin_bytes(self, block: Block) -> float:
-        """Return bytes of experts' adapters, as matmuls read them, that wait for a backward."""
+        """Return bytes of adapters, as our matmuls read them, that wait for a backward."""
         parts = self.setup.gpus if self.setup.expert_parallel else 1
-        return _BF16 * self.adapters(block, of_experts=True) / parts
+        others = self.adapters(block, of_experts=False) if self.fp8 else 0
+        return _BF16 * (self.adapters(block, of_experts=True) / parts + others)
 
     def own_elements(self, matmul: Matmul) -> float:
         """Return values of a weight that one GPU multiplies by."""
@@ -242,18 +243,21 @@ def _input_bytes(readers: list[Matmul], run: Run, in_attention: bool = False) ->
 def _read_by_adapters(readers: list[Matmul], run: Run, in_attention: bool) -> float:
     """Return bytes saved of one tensor, and of its products with A, for adapters.
 
-    peft converts x to the dtype of an adapter, fp32 or bf16, for each linear layer. Experts read x
-    in bf16.
+    Adapters of experts and of FP8 layers read x in bf16. For those of other linear layers peft
+    converts x to the dtype of the adapter, fp32 or bf16.
     """
     adapted, rank = [m for m in readers if run.is_adapted(m)], run.setup.lora or 0
-    elements = readers[0].k * readers[0].rows
-    if not adapted:
-        return 0.0
-    if run.setup.master == "fp32" and readers[0].experts == 1:
-        return run.saved_size(_FP32) * (elements + rank) * len(adapted)
-    size = run.saved_size(_BF16)
-    read = 0.0 if in_attention else size * elements
-    return read + size * rank * readers[0].rows * len(adapted)
+    elements, rows = readers[0].k * readers[0].rows, readers[0].rows
+    if run.setup.master == "fp32":
+        converted = [m for m in adapted if m.experts == 1 and not run.in_fp8(m)]
+    else:
+        converted = []
+    total = run.saved_size(_FP32) * (elements + rank) * len(converted)
+    if len(converted) < len(adapted):
+        size = run.saved_size(_BF16)
+        total += 0.0 if in_attention else size * elements
+        total += size * rank * rows * (len(adapted) - len(converted))
+    return total
 
 
 def _of_mlp(mlp: Mlp, is_fused: bool, run: Run) -> float:

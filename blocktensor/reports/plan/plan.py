@@ -237,7 +237,7 @@ def _changes(setup: Setup) -> Iterator[tuple[str, Changes]]:
     if setup.master == "fp32" and setup.lora is None:
         yield "masters in bf16", {"master": "bf16"}
     if setup.lora is None:
-        lora: Changes = {"lora": 16, "fuse": False, "recompute": False}
+        lora: Changes = {"lora": 16, "recompute": False}
         yield "LoRA of rank 16", lora
         yield "LoRA of rank 16, checkpointing, loss in chunks", lora | again | chunks
     if setup.card == "H100":

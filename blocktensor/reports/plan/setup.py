@@ -78,10 +78,6 @@ class Setup:
             raise ValueError(
                 "loss='chunks' is the loss of a head in FP8: pass convert_head=True too"
             )
-        if self.lora is not None and self.fuse:
-            raise ValueError(
-                "fuse leaves linear layers with adapters alone: pass fuse=False with lora"
-            )
         if self.lora is None and (self.lora_experts or self.expert_parallel):
             name = "lora_experts" if self.lora_experts else "expert_parallel"
             raise ValueError(f"{name}=True is counted for adapters alone: pass lora=rank too")
