@@ -28,10 +28,9 @@ from torch.compiler import is_compiling
 
 from ..ops.formats import Quantized
 from ..ops.grouped_gemm.low_rank import is_fused
-from ..ops.grouped_gemm.ops import grouped_gemm
+from ..ops.linear_layer.adapted import adapted_backward, adapted_fprop, backward, fprop
 from ..ops.runtime.specialize import PLAIN, sequence
 from ..ops.thin.layout import order_of
-from ..ops.thin.ops import thin_operand, thin_products, thin_rows
 from ..recipe import Recipe
 from ..tensor.adapted import LowRank
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
@@ -100,11 +99,6 @@ def _takes(x: Tensor, w: Tensor, term: LowRank, offs: Tensor | None) -> bool:
     if w.requires_grad or not fits or 0 in x.shape or 0 in w.shape:
         return False
     return x.shape[-1] == w.shape[-1] and is_fused(autocast_dtype(x) or x.dtype, term.a.shape[-2])
-
-
-def _tokens(offs: Tensor | None, rows: Tensor) -> int | None:
-    """Return how many rows of a cast in groups are tokens; None for a cast without groups."""
-    return None if offs is None else rows.shape[0]
 
 
 def _as_stack(w: Quantized) -> Quantized:
@@ -202,49 +196,20 @@ def _forward(
     if offs is None:
         a, b, bias = a[None], b[None], None if bias is None else bias[None]
     a = a.transpose(1, 2)
-    compute = _recorded_fprop if plan.records_forward else _fprop
-    stack = _as_stack(w_row)
-    y, u, thin_a, thin_b = compute(x, x_row, stack, bias, offs, a, b, scaling, plan)
+    compute: Any = _recorded_fprop if plan.records_forward else fprop
+    if plan.tracing:
+        compute = adapted_fprop
+        if x_row is None:  # compilers merge equal casts
+            x_row, _ = matmul_of(offs, x).forms(x, plan.format, None)
+    how = offs, a, b, scaling, plan.format, plan.out_dtype
+    y, u, thin_a, thin_b = compute(x, x_row, _as_stack(w_row), bias, *how)
     orders = order_of(a.stride()), order_of(b.stride())
     state = _State(plan, read, scaling, a.shape[2], (a.dtype, b.dtype), orders)
     kept = x if needs[0] else None, u if needs[1] else None
     return y, (offs, *kept, thin_a, thin_b, *w_saved), state
 
 
-def _fprop(
-    x: Tensor,
-    x_row: Quantized | None,
-    w: Quantized,
-    bias: Tensor | None,
-    offs: Tensor | None,
-    a: Tensor,
-    b: Tensor,
-    scaling: float,
-    plan: Plan,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return y, u, and the matrices in the dtype of y, ``[E, K, R]`` and ``[E, N, R]``.
-
-    Args:
-        x: ``[M, K]``.
-        x_row: its rowwise form, if it is cast already.
-        w: ``[E, N, K]``.
-        bias: ``[E, N]``.
-        offs: the ends of groups, or None.
-        a: the transpose, ``[E, K, r]``.
-        b: ``[E, N, r]``.
-        scaling: of the term.
-        plan: of the FP8 matmul.
-    """
-    if x_row is None:
-        x_row, _ = matmul_of(offs, x).forms(x, plan.format, None)
-    assert x_row is not None
-    thin_a, thin_b = (thin_operand(t, plan.out_dtype) for t in (a, b))
-    u = thin_rows(x, thin_a, offs, scaling)
-    y = grouped_gemm(x_row, w, offs, bias, plan.out_dtype, _tokens(offs, x), u, thin_b)
-    return y, u, thin_a, thin_b
-
-
-_recorded_fprop = sequence(0, 1)(_fprop)
+_recorded_fprop = sequence(0, 1)(fprop)
 
 
 def _gradients_of_context(
@@ -281,8 +246,8 @@ def _gradients(
         return None, None, None, None
     dbias = matmul_of(offs, grad).dbias(grad, plan) if needs_dbias else None
     x, u = x if needs_da else None, u if needs_db else None
-    compute = _recorded_backward if plan.records_backward else _backward
-    dx, da, db = compute(
+    compute: Any = _recorded_backward if plan.records_backward else backward
+    dx, da, db = (adapted_backward if plan.tracing else compute)(
         grad,
         x,
         u,
@@ -292,9 +257,10 @@ def _gradients(
         offs,
         state.scaling,
         state.rank,
-        state.dtypes,
-        state.orders,
-        plan,
+        *state.dtypes,
+        *state.orders,
+        plan.format,
+        plan.x_dtype,
     )
     da = None if da is None else da.transpose(1, 2)
     if offs is None:
@@ -302,37 +268,7 @@ def _gradients(
     return dx, dbias, da, db
 
 
-def _backward(
-    grad: Tensor,
-    x: Tensor | None,
-    u: Tensor | None,
-    w: Quantized | None,
-    a: Tensor | None,
-    b: Tensor,
-    offs: Tensor | None,
-    scaling: float,
-    rank: int,
-    dtypes: tuple[torch.dtype, torch.dtype],
-    orders: tuple[str, str],
-    plan: Plan,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return dx if w and a are given, the transpose of da if x is, and db if u is."""
-    dx = da = db = v = None
-    if a is not None or x is not None:
-        v = thin_rows(grad, b, offs, scaling)
-    if w is not None:
-        g_row, _ = matmul_of(offs, grad).forms(grad, plan.format, None)
-        assert g_row is not None
-        dx = grouped_gemm(g_row, w, offs, None, plan.x_dtype, _tokens(offs, grad), v, a)
-    if x is not None:
-        assert v is not None
-        da = thin_products(x, v, offs, rank, dtypes[0], orders[0])
-    if u is not None:
-        db = thin_products(grad, u, offs, rank, dtypes[1], orders[1])
-    return dx, da, db
-
-
-_recorded_backward = sequence(0, 1, 2)(_backward)
+_recorded_backward = sequence(0, 1, 2)(backward)
 
 repeat = Repeated(
     "FP8AdaptedLinearBackward",

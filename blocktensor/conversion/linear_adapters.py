@@ -1,4 +1,4 @@
-"""Let peft's LoRA adapters of linear layers run as thin matmuls beside an FP8 weight.
+"""Let peft's LoRA adapters of linear layers in FP8 run as thin matmuls.
 
 peft's ``Linear`` calls the base layer, converts the input to the dtype of the adapter (fp32 by
 default), multiplies it by A and by B, scales the product, and adds it: each of these steps writes a

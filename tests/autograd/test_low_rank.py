@@ -243,7 +243,7 @@ def test_a_gpu_computes_one_weight_with_any_number_of_rows(k: int) -> None:
     w = BlockwiseFP8Tensor.from_values(randn(N, k, seed=3) / k**0.5, (128, 128))
     b, a = randn(N, 16, seed=4) / 4, randn(16, k, seed=5).float() / k**0.5
     bias, there = randn(N, seed=6), w.cuda()
-    for rows in (300, 257, 320, 1, 64, 63, 300, 2049, 5000, 290):
+    for rows in (300, 257, 320, 1, 64, 63, 300, 1030, 290):
         x, grad = randn(2, rows, k, seed=rows), randn(2, rows, N, seed=rows + 1)
         found = []
         for device, weight in (("cpu", w), ("cuda", there)):

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo import compiled_autograd
 
@@ -16,6 +17,7 @@ from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, Recipe, freeze, 
 from blocktensor.autograd import gated_mlp, linear
 from blocktensor.autograd.shared_cast import SharedCasts
 from blocktensor.ops.runtime.specialize import watching
+from blocktensor.tensor.adapted import AdaptedWeight, LowRank
 from tests.support.groups import ends
 from tests.support.linear_ways import run_linears
 from tests.support.models import FP32_SCALES, POWER_OF_TWO, plain, randn
@@ -166,6 +168,12 @@ def with_adapter(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return functional.grouped_linear(x, torch.baddbmm(experts, b, a, alpha=0.5), offs)
 
 
+def with_adapter_of_one_weight(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """Rows, multiplied by a frozen weight with an adapter."""
+    w = BlockwiseFP8Tensor.from_values(randn(N, K, seed=6), (128, 128))
+    return F.linear(x, AdaptedWeight(w, [LowRank(b, a, 0.5)]))
+
+
 LAYERS = {
     "linear": Kind("FP8LinearBackward", functional.linear, lambda: (weight(),)),
     "gated MLP": Kind("FP8GatedMLPBackward", functional.gated_mlp, mlp, 2),
@@ -174,8 +182,13 @@ LAYERS = {
         lambda x, w: functional.rms_norm(x, w, kind="llama"),
         lambda: (randn(K, seed=5, grad=True),),
     ),
+    "adapter": Kind(
+        "FP8AdaptedLinearBackward",
+        with_adapter_of_one_weight,
+        lambda: (randn(8, K, seed=5, grad=True), randn(N, 8, seed=6, grad=True)),
+    ),
     "adapter of experts": Kind(
-        "FP8AdaptedGroupsBackward",
+        "FP8AdaptedLinearBackward",
         with_adapter,
         lambda: (randn(2, 8, K, seed=5, grad=True), randn(2, N, 8, seed=6, grad=True)),
     ),

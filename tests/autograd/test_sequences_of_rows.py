@@ -225,11 +225,11 @@ def test_adapters(experts: int | None, k: int, rank: int) -> None:
         return plan_matmul(matrix(rows, k).requires_grad_(), w, None, None, offs)
 
     def forward(rows: int) -> tuple[Any, ...]:
-        return matrix(rows, k), None, stack, None, offs, a.mT, b, 0.3, plan(rows)
+        return matrix(rows, k), None, stack, None, offs, a.mT, b, 0.3, BLOCKS_1X128, torch.bfloat16
 
     def backward(rows: int) -> tuple[Any, ...]:
         u = matrix(rows, thin_a.shape[2])
-        how = 0.3, rank, (torch.float32,) * 2, ("erc", "cre"), plan(rows)
+        how = 0.3, rank, *(torch.float32,) * 2, "erc", "cre", BLOCKS_1X128, torch.bfloat16
         return matrix(rows, N), matrix(rows, k), u, w_col, thin_a, thin_b, offs, *how
 
     numbers = () if offs is None else ((1025, 1030, 1099, 1104, 1500, 2047, 2048),)

@@ -27,6 +27,7 @@ from blocktensor.ops.formats import (
 from blocktensor.ops.gemm import ops as gemm_ops
 from blocktensor.ops.gemm.ops import gemm
 from blocktensor.ops.grouped_gemm import ops as grouped_gemm_ops
+from blocktensor.ops.linear_layer import adapted
 from blocktensor.ops.linear_layer import ops as linear_ops
 from blocktensor.ops.op import OPS
 from blocktensor.ops.producers import ops as producer_ops
@@ -114,6 +115,29 @@ def thin_samples(shape: tuple[int, int], rng: Generator) -> Samples:
     }
 
 
+def adapted_samples(shape: tuple[int, int], rng: Generator) -> Samples:
+    (m, k), n, bf16, offs = shape, 129, torch.bfloat16, grouped(shape[0])
+    x, u, grad = (values("normal", m, c, bf16, rng) for c in (k, 8, n))
+    w, bias = stack(3, n, k, rng), torch.randn(3, n, generator=rng).bfloat16()
+    a, b = torch.randn(3, 5, k, generator=rng), torch.randn(3, n, 5, generator=rng)
+    thin = [thin_ops.thin_operand(t, bf16) for t in (a.mT, b)]
+    x_row, _ = cast_ops.quantize_forms(x, BLOCKS_1X128, None)
+    in_groups, _ = cast_ops.quantize_grouped(x, offs, BLOCKS_1X128, None)
+    w_col = cast_ops.transpose(w)
+    one, one_col = (q._replace(data=q.data[:1], scale=q.scale[:1]) for q in (w, w_col))
+    how = 0.3, BLOCKS_1X128, bf16
+    of_term = 0.3, 5, torch.float32, bf16, "erc", "cre", BLOCKS_1X128, bf16
+    thin_of_one = [t[:1] for t in thin]
+    return {
+        "adapted_fprop": (x, x_row, one, bias[:1], None, a[:1].mT, b[:1], *how),
+        "adapted_fprop of experts": (x, in_groups, w, bias, offs, a.mT, b, *how),
+        "adapted_backward": (grad, x, u, one_col, *thin_of_one, None, *of_term),
+        "adapted_backward of experts": (grad, x, u, w_col, *thin, offs, *of_term),
+        "adapted_backward of the input": (grad, None, None, w_col, *thin, offs, *of_term),
+        "adapted_backward of the term": (grad, x, u, None, None, thin[1], offs, *of_term),
+    }
+
+
 def producer_samples(shape: tuple[int, int], rng: Generator) -> Samples:
     grad, gate, up = (values("normal", *shape, torch.bfloat16, rng) for _ in range(3))
     both, offs, silu = torch.cat([gate, up], 1), grouped(shape[0]), "silu"
@@ -179,6 +203,7 @@ def samples(shape: tuple[int, int]) -> Samples:
         gemm_samples,
         grouped_samples,
         thin_samples,
+        adapted_samples,
         producer_samples,
         linear_samples,
     ):
@@ -218,7 +243,7 @@ def op_of(label: str) -> Any:
 def public(label: str) -> Callable[..., Any]:
     """The function of the package."""
     name = label.split()[0]
-    modules = (cast_ops, gemm_ops, grouped_gemm_ops, thin_ops, producer_ops, linear_ops)
+    modules = (cast_ops, gemm_ops, grouped_gemm_ops, thin_ops, producer_ops, linear_ops, adapted)
     function: Callable[..., Any] = next(vars(m)[name] for m in modules if name in vars(m))
     return function
 

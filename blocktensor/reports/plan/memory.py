@@ -243,8 +243,8 @@ def _input_bytes(readers: list[Matmul], run: Run, in_attention: bool = False) ->
 def _read_by_adapters(readers: list[Matmul], run: Run, in_attention: bool) -> float:
     """Return bytes saved of one tensor, and of its products with A, for adapters.
 
-    Adapters of experts and of FP8 layers read x in bf16. For those of other linear layers peft
-    converts x to the dtype of the adapter, fp32 or bf16.
+    Adapters of experts and of FP8 layers read x in bf16. For other linear layers peft converts x
+    to the dtype of the adapter, fp32 or bf16.
     """
     adapted, rank = [m for m in readers if run.is_adapted(m)], run.setup.lora or 0
     elements, rows = readers[0].k * readers[0].rows, readers[0].rows
