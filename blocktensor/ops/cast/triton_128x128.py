@@ -120,8 +120,11 @@ def _plan(
     wide = x.dtype == torch.float32
     wide_loads = even_cols and x.stride(-1) == 1
     far = is_wide(*x.stride()[-2:], cols)
-    # more threads hold fewer numbers; with groups and 64-bit offsets 16 warps spill
-    many = not far if group_rows else wide or not wide_loads
+    if group_rows:
+        # 16-bit inputs: 8 warps leave room for one program on an SM. 64-bit offsets: 16 warps spill
+        many = not (wide or far)
+    else:
+        many = wide or not wide_loads
     return Launch(
         block_kernel,
         ((x.shape[0] if in_stack else 1) * blocks_n * blocks_k,),
