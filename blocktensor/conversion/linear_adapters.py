@@ -12,7 +12,6 @@ wrapped when a weight becomes FP8, if peft is imported by then, or by
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -47,12 +46,10 @@ def _adapting(theirs: Any) -> Any:
     @only_inlined
     def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         base = self.base_layer
-        if args or kwargs or not _is_plain(self, base, x):
+        is_plain = not (args or kwargs) and _is_plain(self, base, x)
+        adapters = _adapters(self) if is_plain else None
+        if not adapters:
             made: Tensor = theirs(self, x, *args, **kwargs)
-            return made
-        adapters = list(_adapters(self))
-        if None in adapters or not adapters:
-            made = theirs(self, x)
             return made
         weight, bias = base._parameters["weight"], base._parameters["bias"]
         if all(adapter.dropout is None for adapter in adapters):
@@ -81,8 +78,9 @@ def _is_watched(module: nn.Module) -> bool:
     return any(module.__dict__[kind] for kind in HOOKS)
 
 
-def _adapters(wrapper: Any) -> Iterator[_Adapter | None]:
-    """Yield the active adapters, and None for one that is no plain LoRA."""
+def _adapters(wrapper: Any) -> list[_Adapter] | None:
+    """Return the active adapters of a layer; None if one of them is no plain LoRA."""
+    found = []
     for name in wrapper.active_adapters:
         if name not in wrapper.lora_A:
             continue
@@ -95,8 +93,8 @@ def _adapters(wrapper: Any) -> Iterator[_Adapter | None]:
             and (is_compiling() or (type(a.weight) in PLAIN and type(b.weight) in PLAIN))
         )
         if not is_plain:
-            yield None
-            continue
+            return None
         is_off = isinstance(dropout, nn.Identity) or not dropout.training
         term = LowRank(b.weight, a.weight, wrapper.scaling[name])
-        yield _Adapter(term, None if is_off else dropout)
+        found.append(_Adapter(term, None if is_off else dropout))
+    return found
