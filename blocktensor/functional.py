@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
+from .autograd import any_linear as _linear
 from .autograd import gated_mlp as _gated_mlp
-from .autograd import linear as _linear
 from .autograd import norm as _norm
 from .autograd.linear_cross_entropy import CrossEntropy
 from .autograd.norm import Rounding

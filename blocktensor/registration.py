@@ -6,13 +6,16 @@ later.
 """
 
 import torch
+import torch.nn.functional as F
 
+from .autograd.any_linear import linear
 from .checkpoint import save  # noqa: F401  (fills its tables, as modules below do)
 from .conversion import expert_adapters, linear_adapters, pretrained_models  # noqa: F401
 from .ops.formats import named
 from .overrides.torch_functions import OVERRIDES
 from .recipe import Recipe, Scales
 from .sharding.fsdp import shards  # noqa: F401
+from .tensor.adapted import MATMULS
 from .tensor.aten import fp8_tensor, matmuls, picking, slicing, weight  # noqa: F401
 from .tensor.base import TORCH_FUNCTIONS, rebuilt
 from .tensor.fp8_tensor import BlockwiseFP8Tensor
@@ -20,6 +23,7 @@ from .tensor.weight import BlockwiseFP8Weight
 from .tensor.weight_cache import FP8Cache
 
 TORCH_FUNCTIONS.update(OVERRIDES)
+MATMULS[F.linear] = linear
 
 # For torch.load(weights_only=True) of frozen weights, and of whole models that are not fused: it
 # refuses objects of a derived class.

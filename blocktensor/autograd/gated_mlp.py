@@ -34,6 +34,7 @@ from ..recipe import Recipe
 from ..tensor.adapted import AdaptedWeight
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
+from .any_linear import grouped_linear, linear
 from .backward import FP8Function, Gradients, given_out, refuse_gradients, run_backward
 from .gated_forms import (
     DOWN,
@@ -45,7 +46,7 @@ from .gated_forms import (
     halves,
     plan_gated,
 )
-from .linear import grouped_linear, has_no_experts, linear
+from .linear import has_no_experts
 from .matmuls import derived_columnwise, matmul_of
 from .pipelining import is_input_half, watch_halves
 from .repeat import Repeated

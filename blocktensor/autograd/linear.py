@@ -18,14 +18,12 @@ from ..ops.cast.ops import quantize_with_transpose
 from ..ops.formats import Quantized
 from ..ops.runtime.specialize import sequence
 from ..recipe import Recipe
-from ..tensor.adapted import AdaptedWeight, LowRank
+from ..tensor.adapted import MATMULS, AdaptedWeight
 from ..tensor.arithmetic import is_arithmetic
 from ..tensor.base import MasterBase, readable
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
-from .adapted_linear import adapted_linear
 from .backward import FP8Function, Gradients, given_out, refuse_gradients, run_backward
-from .low_rank import plus_low_rank
 from .matmuls import (
     DENSE,
     Dense,
@@ -45,17 +43,14 @@ from .shared_cast import Run, this_thread
 def linear(
     x: Tensor, w: Tensor, bias: Tensor | None = None, *, recipe: Recipe | None = None
 ) -> Tensor:
-    """Run :func:`blocktensor.functional.linear`, for plain and for FP8 operands.
+    """Multiply by a weight without adapters, for plain and for FP8 operands.
 
     Args:
         x: ``[..., K]`` bf16, fp16 or fp32, or a 1x128 BlockwiseFP8Tensor.
-        w: ``[N, K]``: BlockwiseFP8Weight, BlockwiseFP8Tensor, either with adapters, or a plain
-            tensor, which is cast.
+        w: ``[N, K]``: BlockwiseFP8Weight, BlockwiseFP8Tensor, or a plain tensor, which is cast.
         bias: ``[N]``, added in fp32 before the one rounding of the output.
         recipe: for plain ``x`` and ``w``; default: the recipe of the operand that has one.
     """
-    if type(w) is AdaptedWeight:
-        return _adapted(x, w, None, bias, recipe)
     # Every attribute of a subclass would otherwise pass through __torch_function__, 2 us each.
     with torch._C.DisableTorchFunctionSubclass():
         if type(x) is not Tensor:
@@ -65,6 +60,8 @@ def linear(
 
 def linear_override(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Run ``F.linear`` in FP8, unless its input is a weight too."""
+    if type(weight) is AdaptedWeight:
+        return MATMULS[F.linear](input, weight, bias)
     if isinstance(input, MasterBase) and is_arithmetic((input, weight)):
         return F.linear(readable(input), readable(weight), readable(bias))
     return linear(input, weight, bias)
@@ -78,56 +75,21 @@ def grouped_linear(
     *,
     recipe: Recipe | None = None,
 ) -> Tensor:
-    """Run :func:`blocktensor.functional.grouped_linear`, for plain and for FP8 operands.
+    """Multiply groups of rows by a stack without adapters, for plain and for FP8 operands.
 
     Args:
         x: ``[T, K]`` bf16, fp16 or fp32, or a 1x128 BlockwiseFP8Tensor, with power-of-two scales
             if w needs a gradient.
-        w: ``[E, N, K]``: BlockwiseFP8Weight, BlockwiseFP8Tensor, either with adapters, or a plain
-            tensor, which is cast.
+        w: ``[E, N, K]``: BlockwiseFP8Weight, BlockwiseFP8Tensor, or a plain tensor, which is cast.
         offs: int32 ``[E]``, the cumulative ends of the groups.
         bias: ``[E, N]``, added in fp32 before the one rounding of the output.
         recipe: for plain ``x`` and ``w``; default: the recipe of the operand that has one.
     """
-    if type(w) is AdaptedWeight:
-        return _adapted(x, w, offs, bias, recipe)
     with torch._C.DisableTorchFunctionSubclass():
         x = _as_input(x)
         if has_no_experts(x, w, offs):
             return _of_no_experts(x, w, bias)
         return _matmul(x, w, bias, offs, recipe)
-
-
-def _adapted(
-    x: Tensor, w: AdaptedWeight, offs: Tensor | None, bias: Tensor | None, recipe: Recipe | None
-) -> Tensor:
-    return with_terms(x, w.base, w.terms, offs, bias, recipe=recipe)
-
-
-def with_terms(
-    x: Tensor,
-    w: Tensor,
-    terms: Sequence[LowRank],
-    offs: Tensor | None = None,
-    bias: Tensor | None = None,
-    *,
-    recipe: Recipe | None = None,
-) -> Tensor:
-    """Return the output of :func:`linear`, or with ``offs`` of :func:`grouped_linear`, plus terms.
-
-    ``terms``: one or more products of adapters, which are added in this order.
-    """
-    first, *others = terms
-    y = adapted_linear(x, w, first, offs, bias, recipe)
-    if y is None:
-        others = [first, *others]
-        if offs is None:
-            y = linear(x, w, bias, recipe=recipe)
-        else:
-            y = grouped_linear(x, w, offs, bias, recipe=recipe)
-    for term in others:
-        y = plus_low_rank(y, x, term, offs)
-    return y
 
 
 def _matmul(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .. import functional
 from ..autograd.plan import autocast_dtype, difference_of
-from ..model.running_module import HOOKS, ModuleTracker
+from ..model.running_module import is_watched
 from ..model.weights import kind_of
 from ..ops.producers.activations import ACTIVATIONS, ActivationName
 from ..sharding.dtensor import fp8_part
@@ -157,9 +157,8 @@ class Gated(Pattern):
                 continue
             if "forward" in inner.__dict__:
                 return f"{name} has a forward of its own"
-            for kind in HOOKS:
-                if any(map(_is_of_users, inner.__dict__[kind].values())):
-                    return f"{name} has hooks"
+            if is_watched(inner):
+                return f"{name} has hooks"
         if torch.nn.modules.module._has_any_global_hook():
             return "there are hooks for all modules"
         return None
@@ -252,9 +251,3 @@ def _activations_like(act: Callable[[Tensor], Any], weight: Tensor) -> list[Acti
         return [name for name, each in ACTIVATIONS.items() if torch.equal(y, each.value(x))]
     except Exception:
         return []
-
-
-def _is_of_users(hook: Any) -> bool:
-    """Return True for a hook that a user has registered, not an audit."""
-    owner = getattr(getattr(hook, "func", hook), "__self__", None)
-    return not isinstance(owner, ModuleTracker)

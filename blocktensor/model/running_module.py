@@ -21,7 +21,7 @@ from torch.autograd import set_multithreading_enabled
 MODEL = "(model)"
 """The place of ops outside of any submodule."""
 
-HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+_HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 """Attributes of modules that hold what watches their calls."""
 
 # prefixes of torch.compile and of checkpoint_wrapper
@@ -148,3 +148,17 @@ class ModuleTracker:
             return True
         pack, _ = _saved_tensor_hooks(True) or (None, None)
         return getattr(pack, "__module__", None) == "torch.utils.checkpoint"
+
+
+def is_watched(module: nn.Module) -> bool:
+    """Return True if a module has hooks of a user, not of an audit."""
+    for kind in _HOOKS:  # compilers trace this
+        for hook in module.__dict__[kind].values():
+            if _is_of_users(hook):
+                return True
+    return False
+
+
+def _is_of_users(hook: Any) -> bool:
+    owner = getattr(getattr(hook, "func", hook), "__self__", None)
+    return not isinstance(owner, ModuleTracker)

@@ -17,8 +17,8 @@ from torch.compiler import is_dynamo_compiling
 
 from ..autograd import gated_mlp as _gated_mlp
 from ..autograd import linear_cross_entropy as _linear_cross_entropy
+from ..autograd.any_linear import linear
 from ..autograd.gated_forms import features_of_h
-from ..autograd.linear import linear
 from ..autograd.linear_cross_entropy import CrossEntropy
 from ..recipe import Recipe
 from ..tensor.base import FP8Base

@@ -17,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..autograd.linear import grouped_linear, linear, linear_override
+from ..autograd.any_linear import grouped_linear, linear
+from ..autograd.linear import linear_override
 from ..ops import checks
 from ..tensor.adapted import AdaptedWeight, LowRank
 from ..tensor.arithmetic import is_arithmetic

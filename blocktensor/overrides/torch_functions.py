@@ -20,7 +20,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.compiler import is_dynamo_compiling
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..autograd.linear import linear
+from ..autograd.any_linear import linear
 from ..ops import checks
 from ..tensor.base import FP8Base, MasterBase
 from ..tensor.compat.swap_in import swap_in

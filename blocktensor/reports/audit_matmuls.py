@@ -63,6 +63,9 @@ _COLUMNWISE = {
 }
 """The places of columnwise data in the results of casts. Casts in groups have a wgrad op."""
 
+_THIN = {ours.thin_rows, ours.thin_products}
+"""Our matmuls of adapters, which are not in FP8."""
+
 _PRODUCERS = {ours.gated: 3, ours.gated_backward: 4, ours.joint_gated_backward: 3}
 """The place of the rowwise format's name in arguments of producers; columnwise is next."""
 
@@ -216,6 +219,6 @@ def _of_attention(packet: Any, args: Sequence[Any], kwargs: dict[str, Any], out:
 
 
 def _precision(packet: Any, x: Tensor) -> str:
-    if str(packet).startswith("blocktensor."):
+    if str(packet).startswith("blocktensor.") and packet not in _THIN:
         return FP8
     return _SHORT.get(x.dtype, str(x.dtype).removeprefix("torch."))

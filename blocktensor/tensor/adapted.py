@@ -39,6 +39,10 @@ class LowRank(NamedTuple):
         return torch.matmul(self.b.to(dtype), self.a.to(dtype)) * self.scaling
 
 
+MATMULS: dict[Any, Callable[..., Tensor]] = {}
+"""Functions that multiply by weights with adapters, by torch's; ``registration.py`` fills it."""
+
+
 class _WithinGraphs:
     """A method that weights whose terms are trained have only within a graph that compilers trace.
 

@@ -149,30 +149,50 @@ def test_one_weight_is_a_stack_of_one_expert() -> None:
     assert_same(b.grad, stacked[1].grad[0])  # type: ignore[index]
 
 
-def _hooked(of: str) -> Callable[[Any], None]:
-    def add(model: Any) -> None:
-        layer = model.base_model.model.first
-        module = layer.base_layer if of == "base" else getattr(layer, of)["default"]
-        module.register_forward_hook(lambda *_: None)
-
-    return add
+Change = Callable[[Any], object]
 
 
-def _own_forward(model: Any) -> None:
-    layer = model.base_model.model.first.base_layer
-    layer.forward = lambda x: nn.functional.linear(x, layer.weight)
+def _first(model: Any) -> Any:
+    return model.base_model.model.first
+
+
+def _part(model: Any, of: str) -> Any:
+    layer = _first(model)
+    return layer.base_layer if of == "base" else getattr(layer, of)["default"]
+
+
+def _hooked(of: str) -> Change:
+    return lambda model: _part(model, of).register_forward_hook(lambda *_: None)
+
+
+def _own_forward(of: str) -> Change:
+    def change(model: Any) -> None:
+        part = _part(model, of)
+        part.forward = lambda x: 3 * nn.functional.linear(x, part.weight)
+
+    return change
+
+
+def _tensor_as_scaling(model: Any) -> None:
+    _first(model).scaling["default"] = torch.tensor(2.0, requires_grad=True)
+
+
+def _other_rank(model: Any) -> None:
+    _part(model, "lora_B").weight = nn.Parameter(torch.randn(N, 8))
 
 
 PLAIN: dict[str, Callable[[], Any]] = {
     "DoRA": lambda: adapted(base(), use_dora=True),
     "a bias": lambda: adapted(base(), lora_bias=True, target_modules=["second"]),
     "plain weights": lambda: adapted(Two().bfloat16()),
+    "fp16": lambda: adapted(base(dtype=torch.float16)),
 }
 
 
 @pytest.mark.parametrize("kind", PLAIN)
 def test_what_is_no_plain_adapter_keeps_the_forward_of_peft(kind: str, calls: list[int]) -> None:
-    model, x = PLAIN[kind](), randn(6, K, seed=3)
+    model = PLAIN[kind]()
+    x = randn(6, K, seed=3).to(torch.float16 if kind == "fp16" else torch.bfloat16)
     got = results(model, x)
     assert calls == []
     with peft_alone():
@@ -180,18 +200,80 @@ def test_what_is_no_plain_adapter_keeps_the_forward_of_peft(kind: str, calls: li
             assert_same(ours, theirs)
 
 
-@pytest.mark.parametrize(
-    "watch",
-    [_hooked("base"), _hooked("lora_A"), _hooked("lora_B"), _own_forward],
-    ids=["base", "A", "B", "forward"],
-)
-def test_a_layer_that_is_watched_keeps_the_forward_of_peft(
-    watch: Callable[[Any], None], calls: list[int]
+CHANGES: dict[str, Change] = {
+    **{f"a hook on {of}": _hooked(of) for of in ("base", "lora_A", "lora_B")},
+    **{f"another forward of {of}": _own_forward(of) for of in ("base", "lora_A", "lora_B")},
+    "a tensor as scaling": _tensor_as_scaling,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_layer_that_is_changed_or_watched_keeps_the_forward_of_peft(
+    change: str, calls: list[int]
 ) -> None:
     model, x = adapted(base()), randn(6, K, seed=3)
-    watch(model)
-    model(x)
+    CHANGES[change](model)
+    y = model(x)
     assert calls == [1], "the other layer"
+    with peft_alone():
+        assert relative_error(y, model(x)) <= 2**-7
+
+
+def test_matrices_that_do_not_fit_raise_as_in_peft() -> None:
+    model, x = adapted(base()), randn(6, K, seed=3)
+    _other_rank(model)
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+        model(x)
+
+
+def test_hooks_for_all_modules_see_each(calls: list[int]) -> None:
+    model, x, seen = adapted(base()), randn(6, K, seed=3), list[str]()
+    hook = nn.modules.module.register_module_forward_hook(
+        lambda m, *_: seen.append(type(m).__name__)
+    )
+    try:
+        model(x)
+    finally:
+        hook.remove()
+    assert calls == []
+    assert seen.count("Linear") == 2 * 4, "peft's layers, bases, A and B"
+
+
+class Always(nn.Dropout):
+    """Dropout in eval too, as for Monte Carlo estimates."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(x, self.p, True)
+
+
+def test_a_dropout_of_ones_own_runs(calls: list[int]) -> None:
+    model, x = adapted(base()).eval(), randn(6, K, seed=3)
+    for layer in (model.base_model.model.first, model.base_model.model.second):
+        layer.lora_dropout["default"] = Always(0.5)
+    assert not torch.equal(model(x), model(x))
+    model.base_model.model.first.lora_dropout["default"] = nn.Identity()
+    first, identity = _first(model), nn.Identity()
+    plain = first(x)
+    first.lora_dropout["default"] = identity
+    identity.register_forward_hook(lambda _, args, y: 3 * y)
+    base_alone = first.base_layer(x)
+    assert relative_error(first(x) - base_alone, 3 * (plain - base_alone)) <= 0.05
+
+
+def test_a_bias_that_is_computed_is_read() -> None:
+    model, x = adapted(base()), randn(6, K, seed=3)
+    layer = model.base_model.model.second
+    nn.utils.parametrize.register_parametrization(layer.base_layer, "bias", nn.Tanh())
+    y = layer(x)
+    with peft_alone():
+        assert relative_error(y, layer(x)) <= 2**-7
+
+
+def test_an_error_names_the_layer() -> None:
+    model = adapted(base())
+    with pytest.raises(TypeError) as caught:
+        model(randn(6, K, seed=3, dtype=torch.float32))
+    assert str(caught.value).endswith("; in 'base_model.model.first', a Linear")
 
 
 def test_adapters_for_each_sample_keep_the_forward_of_peft(calls: list[int]) -> None:
@@ -282,9 +364,12 @@ def test_layers_share_the_cast_of_their_input(calls: list[int]) -> None:
     assert calls == [1] * 4
 
 
-def test_audit_finds_fp8_matmuls_and_nothing_marked() -> None:
+def test_audit_finds_what_runs(calls: list[int]) -> None:
     model, x = adapted(base()), randn(6, K, seed=3, grad=True)
-    assert_no_marked_product(model, x)
+    report = assert_no_marked_product(model, x)
+    assert calls == [1, 1]
+    found = {(entry.kind, entry.precision) for entry in report.entries}
+    assert found == {("forward", "bf16"), ("backward", "bf16"), ("fprop", "FP8"), ("dgrad", "FP8")}
 
 
 @instantiates
