@@ -469,7 +469,7 @@ def expert_parallel(content: Content, page: Path) -> list[str]:
         ("", "ms", "over bf16", *parts),
         body,
         content,
-        "; gathered: by FSDP2, no expert parallelism; sent in fp8: tokens travel as e4m3 and scales",
+        "; gathered: by FSDP2, no expert parallelism; sent in fp8: tokens, as e4m3 and scales",
     )
 
 
