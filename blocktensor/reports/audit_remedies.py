@@ -9,6 +9,10 @@ from ..conversion.plan import NO_FAST_PATH, Choices, decide, heads_of
 from ..model.matrix import Matrix, matrices_of
 from ..model.names import stacks_like
 from ..model.running_module import without_wrappers
+from ..ops.formats import BLOCK
+
+_LEAST_WIDTH = 2 * BLOCK
+"""The least long side of a matrix, thinner than a block, that is taken for an adapter's."""
 
 
 def remedies(model: nn.Module) -> dict[str, str]:
@@ -37,6 +41,9 @@ def _remedy(matrix: Matrix, matrices: list[Matrix], model: nn.Module) -> str:
         )
     why = without_wrappers(matrix.why)
     kind = why.partition(":")[0]
+    thin, wide = sorted(matrix.sizes[-2:])
+    if kind == "small" and thin < BLOCK and wide >= _LEAST_WIDTH:
+        return f"{why.removesuffix(' (skip_small)')}, as thin as an adapter: leave it"
     if kind in ("small", NO_FAST_PATH):
         return f"{why.removesuffix(' (skip_small)')}: convert(model, skip_small=False)"
     if kind == "lm head":

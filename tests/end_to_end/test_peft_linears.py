@@ -370,6 +370,9 @@ def test_audit_finds_what_runs(calls: list[int]) -> None:
     assert calls == [1, 1]
     found = {(entry.kind, entry.precision) for entry in report.entries}
     assert found == {("forward", "bf16"), ("backward", "bf16"), ("fprop", "FP8"), ("dgrad", "FP8")}
+    thin = [entry for entry in report.entries if entry.precision == "bf16"]
+    assert {"lora_A" in e.weight for e in thin if e.n == K or e.k == K} == {True}
+    assert all("as thin as an adapter" in e.remedy for e in thin if "lora_A" in e.weight)
 
 
 @instantiates
