@@ -15,7 +15,7 @@ from .ops.formats import named
 from .overrides.torch_functions import OVERRIDES
 from .recipe import Recipe, Scales
 from .sharding.fsdp import shards  # noqa: F401
-from .tensor.adapted import MATMULS
+from .tensor.adapted import WITH_ADAPTERS
 from .tensor.aten import fp8_tensor, matmuls, picking, slicing, weight  # noqa: F401
 from .tensor.base import TORCH_FUNCTIONS, rebuilt
 from .tensor.fp8_tensor import BlockwiseFP8Tensor
@@ -23,7 +23,7 @@ from .tensor.weight import BlockwiseFP8Weight
 from .tensor.weight_cache import FP8Cache
 
 TORCH_FUNCTIONS.update(OVERRIDES)
-MATMULS[F.linear] = linear
+WITH_ADAPTERS[F.linear] = linear
 
 # For torch.load(weights_only=True) of frozen weights, and of whole models that are not fused: it
 # refuses objects of a derived class.

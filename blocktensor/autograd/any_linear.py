@@ -65,12 +65,11 @@ def with_terms(
 ) -> Tensor:
     """Return the output of :func:`linear`, or with ``offs`` of :func:`grouped_linear`, plus terms.
 
-    ``terms``: one or more products of adapters, which are added in this order.
+    ``terms``: products of adapters, which are added in this order.
     """
-    first, *others = terms
-    y = adapted_linear(x, w, first, offs, bias, recipe)
+    y = adapted_linear(x, w, terms[0], offs, bias, recipe) if terms else None
+    others = terms if y is None else terms[1:]
     if y is None:
-        others = [first, *others]
         if offs is None:
             y = without_adapters.linear(x, w, bias, recipe=recipe)
         else:

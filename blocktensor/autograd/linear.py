@@ -18,7 +18,7 @@ from ..ops.cast.ops import quantize_with_transpose
 from ..ops.formats import Quantized
 from ..ops.runtime.specialize import sequence
 from ..recipe import Recipe
-from ..tensor.adapted import MATMULS, AdaptedWeight
+from ..tensor.adapted import WITH_ADAPTERS, AdaptedWeight
 from ..tensor.arithmetic import is_arithmetic
 from ..tensor.base import MasterBase, readable
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
@@ -61,7 +61,7 @@ def linear(
 def linear_override(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Run ``F.linear`` in FP8, unless its input is a weight too."""
     if type(weight) is AdaptedWeight:
-        return MATMULS[F.linear](input, weight, bias)
+        return WITH_ADAPTERS[F.linear](input, weight, bias)
     if isinstance(input, MasterBase) and is_arithmetic((input, weight)):
         return F.linear(readable(input), readable(weight), readable(bias))
     return linear(input, weight, bias)

@@ -39,7 +39,7 @@ class LowRank(NamedTuple):
         return torch.matmul(self.b.to(dtype), self.a.to(dtype)) * self.scaling
 
 
-MATMULS: dict[Any, Callable[..., Tensor]] = {}
+WITH_ADAPTERS: dict[Any, Callable[..., Tensor]] = {}
 """Functions that multiply by weights with adapters, by torch's; ``registration.py`` fills it."""
 
 

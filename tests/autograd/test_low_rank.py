@@ -317,6 +317,16 @@ def test_the_sum_is_computed_on_request() -> None:
     assert b.grad is not None and a.grad is not None
 
 
+def test_a_weight_without_terms_is_its_base() -> None:
+    stack, (x, _, offs) = (
+        BlockwiseFP8Tensor.from_values(randn(5, N, K), (128, 128)),
+        sample("ragged"),
+    )
+    assert_same(F.linear(x, AdaptedWeight(stack[0], [])), F.linear(x, stack[0]))
+    got = functional.grouped_linear(x, AdaptedWeight(stack, []), offs)
+    assert_same(got, functional.grouped_linear(x, stack, offs))
+
+
 def test_an_input_in_fp8_is_dequantized_for_the_adapter() -> None:
     w = BlockwiseFP8Tensor.from_values(randn(N, K, seed=1), (128, 128))
     term = LowRank(randn(N, 2, seed=2), randn(2, K, seed=3), 1.0)

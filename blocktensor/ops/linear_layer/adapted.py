@@ -1,4 +1,4 @@
-"""Compute a direction of a linear layer of a frozen FP8 stack with one low-rank term.
+"""Compute a direction of a linear layer of a frozen FP8 weight with one low-rank term.
 
 ::
 

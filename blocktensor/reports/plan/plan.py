@@ -220,7 +220,7 @@ Changes = dict[str, Any]
 
 def _changes(setup: Setup) -> Iterator[tuple[str, Changes]]:
     """Yield changes of a setup with their names: those that cost least first."""
-    if not setup.fuse and setup.lora is None:
+    if not setup.fuse:
         yield "fuse", {"fuse": True}
     chunks: Changes = {"loss": "chunks", "convert_head": True}
     if setup.loss == "logits":

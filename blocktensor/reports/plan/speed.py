@@ -16,6 +16,7 @@ import torch
 from ...ops.devices import CARDS
 from ...ops.formats import BLOCK, BlockFormat
 from ...ops.gemm.choose_backend import GemmProblem, predict_gemm
+from ...ops.grouped_gemm.low_rank import is_fused
 from ...ops.scale_layouts import columnwise_width
 from ..predict import CAST_US, HOST_US, RATES, bf16_matmul_us
 from .describe import Block, Matmul
@@ -356,11 +357,12 @@ def _adapters(block: Block, run: Run) -> float:
         if not run.is_adapted(m):
             continue
         rows = round(setup.tokens * m.rows)
-        if m.experts == 1 and run.in_fp8(m):
+        adds_term = is_fused(torch.bfloat16, rank) and setup.recipe.backward == "fp8"
+        if m.experts == 1 and run.in_fp8(m) and adds_term:
             # x and g are read twice each (lora.json, 4,096 tokens: at 0.6 of the rate of casts)
             total += 7 * rows * (m.k + m.n) / rate
             continue
-        if m.experts == 1 and setup.master == "fp32":
+        if m.experts == 1 and setup.master == "fp32" and not run.in_fp8(m):
             # as peft's ops, or compiled kernels, read and write fp32 (lora.json)
             of_k, of_n = (40, 68) if setup.is_eager else (17, 28)
             total += rows * (of_k * m.k + of_n * m.n) / rate

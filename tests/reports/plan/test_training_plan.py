@@ -305,3 +305,20 @@ def test_the_longest_sequence_is_the_last_that_fits() -> None:
     report = plan(huge)
     assert report.longest_fp8 == report.longest_bf16 == 0
     assert re.search(r"longest sequence +none +none", str(report))
+
+
+def test_larger_ranks_than_matmuls_add_take_longer() -> None:
+    _, model = model_of("Llama-3.2-1B")
+    times = []
+    for rank in (8, 64, 65):
+        parts = plan(model, lora=rank).fp8.time
+        times.append(next(part.value for part in parts if part.name == "adapters"))
+    assert times[0] == times[1] < times[2]
+
+
+def test_fuse_is_proposed_with_adapters_too() -> None:
+    _, model = model_of("Llama-3.2-1B")
+    longest = plan(model, lora=16, card="H100").longest_fp8
+    report = plan(model, lora=16, card="H100", sequence=longest + 1024)
+    assert not report.fp8.fits("H100")
+    assert "fuse" in [each.change for each in report.alternatives]
