@@ -18,9 +18,10 @@ import blocktensor as bt
 
 from . import peers
 from .hf_llama import absent as without_transformers
+from .hf_llama import step
 from .popular import MODELS, Model, use_causal_attention
 from .popular import make_model as make_base
-from .timing import Call
+from .timing import Call, by_mode, peaks_by_mode
 from .turns import measured_in_turns
 
 NAME = "Llama-3.1-8B"
@@ -33,7 +34,6 @@ TOKENS = (1, 1024), (1, 4096), (4, 4096)
 """Sequences of a step, and their lengths."""
 
 _WORDS = 1024
-_MIB = 2**20
 
 QUICK: dict[str, Any] = {
     "of": replace(MODELS[NAME], hidden=1024, inner=2048, heads=8, kv_heads=2, layers=1),
@@ -77,16 +77,16 @@ def calls(name: str, of: Model, tokens: tuple[int, int]) -> dict[str, Call]:
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=True)
 
-    def step(run: Any) -> Call:
-        def once() -> None:
+    def with_threads(run: Any) -> Call:
+        once = step(run, optimizer, given)
+
+        def call() -> None:
             with torch.autograd.set_multithreading_enabled(True):  # torch's default
-                run(input_ids=given, labels=given).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+                once()
 
-        return once
+        return call
 
-    return {"eager": step(model), "compiled": step(torch.compile(model))}
+    return {"eager": with_threads(model), "compiled": with_threads(torch.compile(model))}
 
 
 def measure(
@@ -103,10 +103,12 @@ def measure(
             base, _, adapters = name.partition(", ")
             row: dict[str, Any] = {"variant": base, "adapters": adapters, "layers": model.layers}
             row |= {"sequences": count[0], "length": count[1]}
-            for mode in ("eager", "compiled"):
-                key, beside = f"{name}/{mode}", f"bf16, {adapters}/{mode}"
-                row[f"{mode}_ms"] = round(ms[key], 3)
-                row[f"{mode}_speedup"] = round(ms[beside] / ms[key], 3)
-                row[f"{mode}_peak_mib"] = round(peaks[key] / _MIB, 1)
-                row[f"{mode}_peak_of_bf16"] = round(peaks[key] / peaks[beside], 3)
-            yield row
+            same = [_with(adapters, found) for found in (ms, peaks)]
+            yield row | by_mode(same[0], base) | peaks_by_mode(same[1], base)
+
+
+def _with(adapters: str, found: dict[str, Any]) -> dict[str, Any]:
+    """Return what was found with these adapters, by ``base/mode``."""
+    return {
+        key.replace(f", {adapters}", ""): each for key, each in found.items() if adapters in key
+    }

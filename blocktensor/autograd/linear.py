@@ -43,14 +43,7 @@ from .shared_cast import Run, this_thread
 def linear(
     x: Tensor, w: Tensor, bias: Tensor | None = None, *, recipe: Recipe | None = None
 ) -> Tensor:
-    """Multiply by a weight without adapters, for plain and for FP8 operands.
-
-    Args:
-        x: ``[..., K]`` bf16, fp16 or fp32, or a 1x128 BlockwiseFP8Tensor.
-        w: ``[N, K]``: BlockwiseFP8Weight, BlockwiseFP8Tensor, or a plain tensor, which is cast.
-        bias: ``[N]``, added in fp32 before the one rounding of the output.
-        recipe: for plain ``x`` and ``w``; default: the recipe of the operand that has one.
-    """
+    """Run ``any_linear.linear`` of a weight without adapters."""
     # Every attribute of a subclass would otherwise pass through __torch_function__, 2 us each.
     with torch._C.DisableTorchFunctionSubclass():
         if type(x) is not Tensor:
@@ -75,16 +68,7 @@ def grouped_linear(
     *,
     recipe: Recipe | None = None,
 ) -> Tensor:
-    """Multiply groups of rows by a stack without adapters, for plain and for FP8 operands.
-
-    Args:
-        x: ``[T, K]`` bf16, fp16 or fp32, or a 1x128 BlockwiseFP8Tensor, with power-of-two scales
-            if w needs a gradient.
-        w: ``[E, N, K]``: BlockwiseFP8Weight, BlockwiseFP8Tensor, or a plain tensor, which is cast.
-        offs: int32 ``[E]``, the cumulative ends of the groups.
-        bias: ``[E, N]``, added in fp32 before the one rounding of the output.
-        recipe: for plain ``x`` and ``w``; default: the recipe of the operand that has one.
-    """
+    """Run ``any_linear.grouped_linear`` of a stack without adapters."""
     with torch._C.DisableTorchFunctionSubclass():
         x = _as_input(x)
         if has_no_experts(x, w, offs):

@@ -79,8 +79,8 @@ def _with_adapters(
 def _is_plain(wrapper: Any, base: Any, x: Tensor) -> bool:
     """Return True if the base is a linear layer in FP8 that nothing watches, with adapters on.
 
-    Gradients of adapters may leave the range of fp16: without autocast, which would compute them in
-    fp16 too, peft's own forward converts to the dtype of the adapter.
+    In fp16 small gradients of adapters become zeros. Under autocast to fp16 peft computes so, too;
+    without it, peft's own forward computes in the dtype of the adapter.
     """
     if wrapper._disable_adapters or wrapper.merged_adapters:
         return False

@@ -32,16 +32,15 @@ def plan_grouped_gemm(
     programs: int,
     left: Tensor | None = None,
     right: Tensor | None = None,
-    is_padded: bool = True,
 ) -> Launch:
     """Plan ``out[T, N] = A[T, K] B[e, N, K]^T (+ bias[e])`` for the rows of group e.
 
-    ``left[T, R] right[e, N, R]^T`` is added if given. ``is_padded``: A is a cast in groups, whose
-    rows are padded to one of few numbers. The map of the output has as many rows as A, maybe more
-    than T, but no row from T on is written.
+    ``left[T, R] right[e, N, R]^T`` is added if given. With ``offs`` the rows of A are padded to one
+    of few numbers. The map of the output has as many rows as A, maybe more than T, but no row from
+    T on is written.
     """
     (height, k), (experts, n, _) = a.data.shape, b.data.shape
-    rows = height if is_padded else Rows(height)
+    rows = Rows(height) if offs is None else height
     blocks_k, blocks_n = num_blocks(k), num_blocks(n)
     a_scale_map, a_scale_ld = scales_of(a, tile.a_scales, rows)
     b_scale_ld = b.scale.stride(1)
@@ -137,11 +136,9 @@ def grouped_gemm(
     plain = bias is None and (left is None or fits_tma(out))
     tile, programs = choose_gemm_tile(padded_rows(rows), n, blocks, experts, sms(out.device), plain)
     bias = None if bias is None else bias.contiguous()
-    low_rank = (None if t is None else _aligned(t) for t in (left, right))
+    left, right = (None if t is None else _aligned(t) for t in (left, right))
     a, b = _for_tma(a), _for_tma(b)
-    left, right = low_rank
-    is_padded = tokens is not None
-    plan_grouped_gemm(a, b, offs, bias, out, tile, programs, left, right, is_padded)()
+    plan_grouped_gemm(a, b, offs, bias, out, tile, programs, left, right)()
     return out
 
 

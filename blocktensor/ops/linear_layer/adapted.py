@@ -20,27 +20,13 @@ import torch
 from torch import Tensor
 
 from ..cast.choose_backend import cast_backend
-from ..cast.ops import quantize_forms, quantize_grouped
 from ..formats import BlockFormat, Quantized
 from ..grouped_gemm.ops import grouped_gemm
 from ..op import op
 from ..runtime.specialize import recorded
 from ..thin.layout import empty_gradient, empty_operand
 from ..thin.ops import thin_operand, thin_products, thin_rows
-
-
-def _rowwise(x: Tensor, offs: Tensor | None, format: BlockFormat) -> Quantized:
-    if offs is None:
-        made, _ = quantize_forms(x, format, None)
-    else:
-        made, _ = quantize_grouped(x, offs, format, None)
-    assert made is not None
-    return made
-
-
-def _tokens(x: Tensor, offs: Tensor | None) -> int | None:
-    """Return how many rows of a cast in groups are tokens; None for a cast without groups."""
-    return None if offs is None else x.shape[0]
+from .ops import cast_rows
 
 
 def fprop(
@@ -70,10 +56,11 @@ def fprop(
         out_dtype: of y.
     """
     if x_row is None:
-        x_row = _rowwise(x, offs, format)
+        x_row, _ = cast_rows(x, offs, format, None)
+    assert x_row is not None
     thin_a, thin_b = (thin_operand(t, out_dtype) for t in (a, b))
     u = thin_rows(x, thin_a, offs, scaling)
-    y = grouped_gemm(x_row, w, offs, bias, out_dtype, _tokens(x, offs), u, thin_b)
+    y = grouped_gemm(x_row, w, offs, bias, out_dtype, x.shape[0], u, thin_b)
     return y, u, thin_a, thin_b
 
 
@@ -111,8 +98,9 @@ def backward(
     if a is not None or x is not None:
         v = thin_rows(grad, b, offs, scaling)
     if w is not None:
-        g_row = _rowwise(grad, offs, format)
-        dx = grouped_gemm(g_row, w, offs, None, x_dtype, _tokens(grad, offs), v, a)
+        g_row, _ = cast_rows(grad, offs, format, None)
+        assert g_row is not None
+        dx = grouped_gemm(g_row, w, offs, None, x_dtype, grad.shape[0], v, a)
     if x is not None:
         assert v is not None
         da = thin_products(x, v, offs, rank, a_dtype, a_order)

@@ -80,6 +80,15 @@ def linear_fprop(
     return x.data.new_empty((tokens, w.shape[-2]), dtype=out_dtype)
 
 
+def cast_rows(
+    x: Tensor, offs: Tensor | None, rowwise: BlockFormat | None, columnwise: BlockFormat | None
+) -> tuple[Quantized | None, Quantized | None]:
+    """Cast rows, or rows in groups that end at ``offs``; a form without a format is None."""
+    if offs is None:
+        return quantize_forms(x, rowwise, columnwise)
+    return quantize_grouped(x, offs, rowwise, columnwise)
+
+
 def _decide_backward(grad: Tensor, *others: Any) -> Callable[..., tuple[Tensor | None, ...]]:
     x, w, w_columnwise, _, format, *_ = others
     operands = [
@@ -106,10 +115,7 @@ def _backward(
     needs_dx = w is not None or w_columnwise is not None
     formats = format if needs_dx else None, None if x is None else format
     rows = grad.shape[0] if grad.ndim else 0
-    if offs is None:
-        g_row, g_col = quantize_forms(grad, *formats)
-    else:
-        g_row, g_col = quantize_grouped(grad, offs, *formats)
+    g_row, g_col = cast_rows(grad, offs, *formats)
     dx = dw = None
     if needs_dx:
         assert g_row is not None
