@@ -7,6 +7,7 @@ Kernels are planned on CPU tensors and not launched: a recording is compared as 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,6 +41,7 @@ from blocktensor.ops.norm import triton_norm
 from blocktensor.ops.producers import choose_backend as producers
 from blocktensor.ops.runtime import record
 from blocktensor.ops.runtime.launch import Launch, this_thread, watch_launches
+from blocktensor.ops.runtime.specialize import SEQUENCES, Sequence
 from blocktensor.ops.runtime.triton_compat import launcher
 from blocktensor.ops.scale_layouts import empty_columnwise, empty_quantized, in_group_steps
 from blocktensor.ops.thin import ops as thin
@@ -290,3 +292,16 @@ def test_norms(k: int, kind: Any) -> None:
 
     assert_same(triton_norm.normalized, lambda rows: (matrix(rows, k), scale, 1e-6, kind), 0b1)
     assert_same(triton_norm.row_gradients, backward, 0b111)
+
+
+def test_every_sequence_is_compared_here() -> None:
+    """By name in this file: a sequence that nothing compares may repeat a call of other rows."""
+    found = {
+        f"{module.__name__.rpartition('.')[2]}.{name}._function"
+        for module in (adapted_linear, gated_mlp, linear, matmuls)
+        for name, value in vars(module).items()
+        if isinstance(value, Sequence)
+    }
+    assert len(found) == len(SEQUENCES)
+    source = Path(__file__).read_text()
+    assert {name for name in found if f"assert_same({name}" not in source} == set()
