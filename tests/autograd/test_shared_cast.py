@@ -19,7 +19,7 @@ from torch.utils.checkpoint import (
 )
 
 from blocktensor import BlockwiseFP8Weight, functional, share_inputs
-from blocktensor.autograd import linear
+from blocktensor.autograd import matmuls
 from blocktensor.autograd.shared_cast import SharedCasts, this_thread
 from blocktensor.ops import reference
 from blocktensor.ops.formats import BlockFormat, Quantized
@@ -317,7 +317,7 @@ def test_a_run_that_ends_ends_those_within_it() -> None:
 def test_casts_of_rows_within_a_step_share_a_recording() -> None:
     shared, unshared = (model.to("cuda") for model in pair())
     share_inputs(shared)
-    table = linear._cast_of_rows.table
+    table = matmuls._cast_of_rows.table
     table.forget()
     for rows in (131, 150, 190, 129):
         x = randn(rows, K, dtype=torch.float32, device="cuda")
