@@ -167,13 +167,22 @@ def _changed(what: str, saved: int, version: int) -> RuntimeError:
 
 
 class SavedTensor:
-    """A saved tensor whose values are in a :class:`Packed`."""
+    """A saved tensor whose values are in a :class:`Packed`, until :meth:`keep` is called.
 
-    __slots__ = ("_packed", "_shape", "_strides", "_version")
+    Attributes:
+        saved: the cast, or the tensor that is kept in its place.
+    """
+
+    __slots__ = ("__weakref__", "_shape", "_strides", "_version", "saved")
 
     def __init__(self, x: Tensor, packed: Packed) -> None:
-        self._packed, self._shape, self._version = packed, x.shape, Version(x)
+        self.saved: Packed | KeptTensor = packed
+        self._shape, self._version = x.shape, Version(x)
         self._strides = _without_gaps(x.shape, x.stride())
+
+    def keep(self, x: Tensor) -> None:
+        """Keep the tensor itself, which is ``x``, in place of the rounded values."""
+        self.saved = KeptTensor(x)
 
     def unpack(self) -> Tensor:
         """Return the rounded values; they lie as in the tensor, without gaps in memory.
@@ -181,7 +190,9 @@ class SavedTensor:
         Raises:
             RuntimeError: the tensor was changed in place since it was saved.
         """
-        packed = self._packed
+        packed = self.saved
+        if isinstance(packed, KeptTensor):
+            return packed.unpack()
         self._version.check(packed.dtype, self._shape)
         made: Any = dequantize(packed.cast, packed.dtype)
         return made.as_strided(self._shape, self._strides)

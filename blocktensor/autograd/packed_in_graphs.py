@@ -29,6 +29,7 @@ _IN_ORDER = "aten.view", "aten._unsafe_view", "aten.clone"
 """Operations whose results have the elements of the input, in the same order."""
 
 _MATMULS = "blocktensor.", "aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten.convolution"
+_EQUALITY = "aten.eq.", "aten.ne."
 _PROBABILITIES = "softmax", "logsumexp", "aten.amax"
 """Parts of the names of operations that compute probabilities, or begin to."""
 
@@ -74,7 +75,7 @@ def pack_in_graph(x: Tensor, asked: dict[str, Any]) -> PackedInGraph:
         note_end(asked)
         dim, times = heads
         return x.unflatten(dim, (-1, times)).select(dim + 1, 0).contiguous(), dim, times
-    if not _is_activation(x, node) or node.name in _read_by_attention(asked["_bw_graph"]):
+    if not _is_activation(x, node) or node.name in _read_exactly(asked["_bw_graph"]):
         return x
     note_end(asked)
     data, scale, _ = quantize_rowwise(x.flatten(0, -2), BLOCKS_1X128)
@@ -144,18 +145,19 @@ def _is_of_probabilities(node: fx.Node) -> bool:
     return any(_is_named(x, _PROBABILITIES) for x in readers)
 
 
-def _read_by_attention(graph: fx.Graph) -> set[str]:
-    """Return the names of the inputs of a backward graph that are queries, keys, values or outputs.
+def _read_exactly(graph: fx.Graph) -> set[str]:
+    """Return the names of the inputs of a backward graph that must have their exact values.
 
-    The graph may get them in other shapes, or before operations that it computes again; it computes
-    no matmul again but in checkpointed parts.
+    They are queries, keys, values and outputs of attention, and what is compared for equality, such
+    as an input of ``amax`` with its result. The graph may get them in other shapes, or before
+    operations that it computes again; it computes no matmul again but in checkpointed parts.
     """
-    operands = [
-        operand
-        for node in graph.nodes
-        if _is_named(node, _ATTENTION) and _is_named(node, ("backward",))
-        for operand in node.all_input_nodes[1:]  # the first is the gradient
-    ]
+    operands: list[fx.Node] = []
+    for node in graph.nodes:
+        if _is_named(node, _ATTENTION) and _is_named(node, ("backward",)):
+            operands += node.all_input_nodes[1:]  # the first is the gradient
+        elif _is_named(node, _EQUALITY):
+            operands += node.all_input_nodes
     made_of = _walk(operands, lambda x: () if _is_named(x, _MATMULS) else x.all_input_nodes)
     return {x.name for x in made_of if x.op == "placeholder"}
 

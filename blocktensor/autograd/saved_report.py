@@ -117,6 +117,10 @@ class SavedReport(Report):
         """Count a tensor that was packed for its first saver."""
         _add(self._counts, IN_FP8, x.dtype, x.shape, rows.numel * x.itemsize, packed.nbytes)
 
+    def uncount_packed(self, x: Tensor, rows: MemoryRows, nbytes: int) -> None:
+        """Take back :meth:`count_packed` of a tensor that is kept after all, in place of a cast."""
+        _add(self._counts, IN_FP8, x.dtype, x.shape, -rows.numel * x.itemsize, -nbytes, -1)
+
     def holds(self, x: Tensor) -> bool:
         """Return True if a tensor in the same memory is kept: a cast would only add to it."""
         return x.untyped_storage()._cdata in self._kept
@@ -166,15 +170,15 @@ def _add(
     shape: tuple[int, ...],
     before: int,
     after: int,
+    tensors: int = 1,
 ) -> None:
     key = kept_as, dtype, shape
-    sums = counts.get(key)
-    if sums is None:
-        counts[key] = [1, before, after]
-        return
-    sums[0] += 1
+    sums = counts.setdefault(key, [0, 0, 0])
+    sums[0] += tensors
     sums[1] += before
     sums[2] += after
+    if not sums[0]:
+        del counts[key]
 
 
 def _hint(size: Any) -> int:

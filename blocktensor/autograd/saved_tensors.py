@@ -23,6 +23,7 @@ from .packed_in_graphs import (
     unpack_in_graph,
 )
 from .packed_once import packed_once
+from .saved_by_operation import COMPARED, running_operation
 from .saved_kinds import MIN_ELEMENTS, OF_GRAPH, SMALL, why_kept
 from .saved_report import SavedReport
 
@@ -93,7 +94,9 @@ class SavedTensors(SavedReport):
         return Registered(self, module)
 
     def _pack(self, x: Tensor) -> SavedTensor | KeptTensor:
-        reason = why_kept(x)
+        operation = running_operation()
+        is_compared = operation.keeps(x)
+        reason = why_kept(x) or (COMPARED if is_compared else None)
         if reason is None and not self.enabled:
             reason = "not enabled"
         if reason is None and _in_backward():
@@ -107,7 +110,9 @@ class SavedTensors(SavedReport):
         packed, is_new = packed_once(x, rows)
         if is_new:
             self.count_packed(x, rows, packed)
-        return SavedTensor(x, packed)
+        saved = SavedTensor(x, packed)
+        operation.has_packed(x, rows, saved, self)
+        return saved
 
 
 class Registered(AroundForward):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import itertools
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -69,6 +71,66 @@ def test_fused_experts() -> None:
     in_fp8 = {(kind.shape, kind.tensors) for kind in saved.kinds if kind.kept_as == "FP8"}
     assert in_fp8 == {((tokens, width), 2)}
     assert_bits(packed, step(rounding(lambda x: x.shape == (tokens, width))))
+
+
+SELECTIONS: dict[str, Callable[[Tensor], Any]] = {
+    "amax": lambda h: h.amax(0),
+    "amin": lambda h: h.amin(-1),
+    "max": lambda h: h.max(),
+    "median": lambda h: h.median(),
+    "largest of a norm": lambda h: torch.linalg.vector_norm(h, float("inf"), 0),
+    "logsumexp": lambda h: (100 * h).logsumexp(-1),
+    "scatter": lambda h: h.new_zeros(8, K).scatter_reduce(0, groups(h), h, "amax"),
+    "index_reduce": lambda h: h.new_zeros(8, K).index_reduce(0, groups(h)[:, 0], h, "amin"),
+    "segment": lambda h: torch.segment_reduce(h, "max", lengths=torch.full((4,), T // 4)),
+    "prod": lambda h: (h / 3).prod(0),
+}
+
+
+def groups(h: Tensor) -> Tensor:
+    return (torch.arange(T) % 8)[:, None].expand_as(h)
+
+
+@pytest.mark.filterwarnings("ignore:index_reduce")
+@pytest.mark.parametrize("name", SELECTIONS)
+def test_what_is_compared_with_a_result_is_exact(name: str) -> None:
+    """A rounded input has no element that equals the largest one: its gradient would be lost."""
+    x = randn(T, K, dtype=torch.float32).requires_grad_()
+
+    def step(context: Any) -> Tensor:
+        with context:
+            y = SELECTIONS[name](x - 3)
+        (grad,) = torch.autograd.grad(y.square().sum(), x)
+        return grad
+
+    saved = saved_tensors_in_fp8()
+    assert torch.equal(step(saved), step(nullcontext()))
+    kept = {kind.kept_as for kind in saved.kinds}
+    assert "compared with a result" in kept
+    assert "FP8" not in kept
+
+
+def test_only_the_comparing_operation_keeps_its_input() -> None:
+    """Another one that saved it before goes on with the cast; later ones share what is kept."""
+    x = randn(T, K, dtype=torch.float32).requires_grad_()
+
+    def step(context: Any) -> Tensor:
+        with context:
+            h = x - 3
+            y = h.sin() + h.amax(0)
+        (grad,) = torch.autograd.grad(y.square().sum(), x)
+        return grad
+
+    saved = saved_tensors_in_fp8()
+    got = step(saved)
+    counts = {(kind.kept_as, kind.shape): kind.tensors for kind in saved.kinds}
+    assert counts == {
+        ("FP8", (T, K)): 1,
+        ("compared with a result", (T, K)): 1,
+        ("less than 4096 elements", (K,)): 1,
+    }
+    calls = itertools.count()
+    assert_bits([got], [step(rounding(lambda h: h.shape == (T, K) and next(calls) == 0))])
 
 
 def test_an_adapter() -> None:
