@@ -115,8 +115,8 @@ class Run:
         if isinstance(x, BlockwiseFP8Tensor):
             assert x.rowwise_data is not None
             memory = x.rowwise_data
-        if not plan.is_cached or memory.is_inference():
-            return ()  # changes of inference tensors are not counted
+        if not plan.is_cached or memory.is_inference() or memory.is_neg():
+            return ()  # changes of inference tensors are not counted, and keys have no signs
         if offs is not None and (must_dispatch(offs) or offs.is_inference()):
             return ()
         stream = current_stream(memory.get_device()) if memory.is_cuda else None

@@ -48,6 +48,14 @@ class Two(nn.Module):
         return self.of(self, x)
 
 
+def test_a_view_of_the_other_sign_has_its_own_cast() -> None:
+    """It is the same view of the same memory."""
+    shared, unshared = pair(lambda: Two(lambda m, z: m.a(z.imag) + m.b(z.conj().imag)))
+    share_inputs(shared)
+    z = torch.randn(9, K, dtype=torch.complex64)
+    assert torch.equal(shared(z), unshared(z))
+
+
 def test_views_of_a_tensor_share_its_cast_and_aliases_do_not() -> None:
     def forward(m: Any, x: Tensor) -> Tensor:
         alias = x.detach()  # of the same memory and another tensor

@@ -59,7 +59,8 @@ def key_of(args: tuple[Any, ...]) -> Hashable:
     """Return the layouts of all tensors, also in casts and tuples, and all other arguments.
 
     A layout is all that a decision may depend on: sizes, strides, dtype, the address modulo 16 and
-    the device. If there is an int32 vector, the ends of groups, numbers of rows are rounded up
+    the device. No decision is found for a tensor whose memory has the other sign (``is_neg``): a
+    kernel does not see it. If there is an int32 vector, the ends of groups, numbers of rows are rounded up
     (:func:`_key_of_groups`).
 
     It is written for speed: every eager op builds one key.
@@ -76,7 +77,7 @@ def key_of(args: tuple[Any, ...]) -> Hashable:
             dtype = x.dtype
             if dtype is _ENDS:
                 return _key_of_groups(args)
-            key += (x.shape, x.stride(), dtype, x.data_ptr() & 15, x.device)
+            key += (x.shape, x.stride(), dtype, x.data_ptr() & 15, x.device, x.is_neg())
         elif kind is tuple:
             key.append(key_of(x))
         else:
@@ -104,7 +105,7 @@ def _key_of_groups(args: tuple[Any, ...]) -> Hashable:
             size: Any = x.shape
             if x.ndim == 2 and size[0] == rows:
                 size = "rows", size[1]
-            key += (size, x.stride(), x.dtype, x.data_ptr() & 15, x.device)
+            key += (size, x.stride(), x.dtype, x.data_ptr() & 15, x.device, x.is_neg())
         elif type(x) is int and x == rows:
             key.append("rows")
         else:
@@ -221,6 +222,8 @@ class Specialized:
 
     def _first(self, *args: Any) -> Any:
         """Decide, run the call, and remember how calls like it run."""
+        if any(isinstance(x, Tensor) and x.is_neg() for x in args):
+            return self.run(*(x.resolve_neg() if isinstance(x, Tensor) else x for x in args))
         function = self._decide(*args)
         if not isinstance(function, Recorded):
             self._table.put(args, function)

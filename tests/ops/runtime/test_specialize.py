@@ -57,6 +57,23 @@ def test_each_kind_is_decided_once_until_it_is_forgotten() -> None:
     assert len(op.decided) == 5
 
 
+def values_in_memory(x: Tensor, offs: Any) -> Tensor:
+    """As a kernel reads them."""
+    memory = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage())
+    return memory.as_strided(x.shape, x.stride(), x.storage_offset()).clone()
+
+
+@pytest.mark.parametrize("offs", [None, torch.tensor([2], dtype=torch.int32)])
+def test_functions_get_memory_that_has_the_values(offs: Tensor | None) -> None:
+    """PyTorch negates the imaginary part of a conjugate later: its memory has the other sign."""
+    z = torch.randn(2, 3, dtype=torch.complex64)
+    x, negated = z.imag, z.conj().imag
+    assert negated.is_neg() and torch.equal(values_in_memory(negated, None), x)
+    table = Specialized(lambda *_: values_in_memory)
+    for each in (x, negated, x, negated):  # a decision is known from the second time on
+        assert torch.equal(table(each, offs), each)
+
+
 def test_numbers_of_rows_in_groups_are_told_apart_by_steps() -> None:
     key, ends = specialize.key_of, torch.zeros(3, dtype=torch.int32)
     step = GROUP_STEP + 300
