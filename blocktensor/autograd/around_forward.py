@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from types import FrameType
 from typing import Any
 
 from torch import nn
@@ -21,12 +23,15 @@ class AroundForward:
             module.register_forward_hook(self._end, always_call=True),
         ]
 
-    def begin(self) -> None:
-        """Run before a forward."""
+    def begin(self, forward: FrameType | None) -> None:
+        """Run before a forward.
+
+        ``forward``: the frame that calls it, for :func:`still_runs`.
+        """
         raise NotImplementedError
 
     def end(self) -> None:
-        """Run after a forward, also if it raised an exception."""
+        """Run after a forward, also if it raised an Exception; not after a KeyboardInterrupt."""
         raise NotImplementedError
 
     def is_traced(self) -> None:
@@ -41,8 +46,19 @@ class AroundForward:
         if is_compiling():
             self.is_traced()
         else:
-            self.begin()
+            self.begin(sys._getframe(1))
 
     def _end(self, module: nn.Module, args: Any, result: Any) -> None:
         if not is_compiling():
             self.end()
+
+
+def still_runs(forward: FrameType | None) -> bool:
+    """Return True if a frame is on the stack of this thread, or None is given.
+
+    torch calls no hook after a forward that a KeyboardInterrupt has ended.
+    """
+    frame = None if forward is None else sys._getframe(1)
+    while frame is not forward and frame is not None:
+        frame = frame.f_back
+    return frame is forward

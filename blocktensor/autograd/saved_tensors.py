@@ -6,6 +6,7 @@ import functools
 import sys
 import threading
 import warnings
+from types import FrameType
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from ..tensor.torch_internals.frames import never_compiled
-from .around_forward import AroundForward
+from .around_forward import AroundForward, still_runs
 from .packed import KeptTensor, SavedTensor, rows_of
 from .packed_in_graphs import (
     PackedInGraph,
@@ -59,21 +60,20 @@ class SavedTensors(SavedReport):
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.enabled,)  # a copy has its own figures
 
-    def enter(self, owner: object) -> None:
-        """Begin to apply to this thread until ``owner`` leaves."""
+    def enter(self, owner: object, forward: FrameType | None = None) -> None:
+        """Begin to apply to this thread until ``owner`` leaves, and while ``forward`` runs."""
+        _end_what_was_interrupted()
         entered = _this_thread.entered
         if all(other.context is not self for other in entered):
             self.start_counting()
-        entered.append(_Entered(self, owner))
+        entered.append(_Entered(self, owner, forward))
 
     def leave(self, owner: object) -> None:
         """End what ``owner`` began in this thread, and what an exception left behind since."""
         entered = _this_thread.entered
         begun = [i for i, each in enumerate(entered) if each.owner is owner]
         while begun and len(entered) > begun[-1]:
-            entered.pop().end()
-        if all(other.context is not self for other in entered):
-            self.stop_counting()
+            _end_innermost()
 
     def register(self, module: nn.Module) -> Registered:
         """Enter this context in every forward of ``module``.
@@ -122,10 +122,9 @@ class Registered(AroundForward):
         super().__init__(module)
         self._context = context
 
-    def begin(self) -> None:
+    def begin(self, forward: FrameType | None) -> None:
         """Enter the context."""
-        self._context.leave(self)  # after a KeyboardInterrupt torch calls no hook that leaves
-        self._context.enter(self)
+        self._context.enter(self, forward)
 
     def end(self) -> None:
         """Leave the context."""
@@ -142,11 +141,12 @@ class _Entered:
     Attributes:
         context: the context.
         owner: the context itself, or the hooks of a module that have entered it.
+        forward: the frame of the forward of this module.
         packs: True if it has hooks, which are torch's innermost ones if no later entry has.
     """
 
-    def __init__(self, context: SavedTensors, owner: object) -> None:
-        self.context, self.owner = context, owner
+    def __init__(self, context: SavedTensors, owner: object, forward: FrameType | None) -> None:
+        self.context, self.owner, self.forward = context, owner, forward
         self.packs, self._hook = False, None
         top = _top_hooks()
         saves_nothing = top is not None and getattr(top[0], "__module__", None) == _CHECKPOINT
@@ -200,7 +200,10 @@ def _pack(x: Tensor) -> SavedTensor | KeptTensor | PackedInGraph:
         asked = graphs()
         if asked is not None:
             return pack_in_graph(x, asked)
-    return _innermost()._pack(x)
+    if not _this_thread.entered:  # the context was left while other hooks were above this one
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    context = _innermost()
+    return KeptTensor(x) if context is None else context._pack(x)
 
 
 def _unpack(saved: Any) -> Tensor:
@@ -208,16 +211,31 @@ def _unpack(saved: Any) -> Tensor:
         return saved.unpack()
     asked = graphs()
     assert asked is not None
-    _innermost().count_in_graph(asked["_node"].meta["val"], saved)
+    context = _innermost()
+    if context is not None:
+        context.count_in_graph(asked["_node"].meta["val"], saved)
     return unpack_in_graph(saved, asked)
 
 
-def _innermost() -> SavedTensors:
+def _innermost() -> SavedTensors | None:
+    """Return the context that has the hooks; None if it was left, and other hooks were above."""
+    _end_what_was_interrupted()
+    return next((each.context for each in reversed(_this_thread.entered) if each.packs), None)
+
+
+def _end_what_was_interrupted() -> None:
+    """End the contexts of forwards that a KeyboardInterrupt has ended."""
     entered = _this_thread.entered
-    last = entered[-1]
-    if last.packs:
-        return last.context
-    return next(each.context for each in reversed(entered) if each.packs)
+    while entered and not still_runs(entered[-1].forward):
+        _end_innermost()
+
+
+def _end_innermost() -> None:
+    entered = _this_thread.entered
+    ended = entered.pop()
+    ended.end()
+    if all(other.context is not ended.context for other in entered):
+        ended.context.stop_counting()
 
 
 def _warn_of_graphs() -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Hashable
+from types import FrameType
 from typing import TypeVar
 
 from torch import Tensor
@@ -20,6 +21,7 @@ from torch import Tensor
 from ..ops.runtime.launch import current_stream
 from ..ops.runtime.specialize import must_dispatch
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
+from .around_forward import still_runs
 from .plan import Plan
 
 AnyPlan = TypeVar("AnyPlan", bound=Plan)
@@ -48,10 +50,12 @@ class SharedCasts:
     def __init__(self) -> None:
         self.casts = self.saved = 0
 
-    def begin(self) -> None:
-        """Share casts in this thread from now on."""
-        self.end()  # after a KeyboardInterrupt torch calls no hook that ends a run
-        this_thread.running = Run(self, this_thread.running)
+    def begin(self, forward: FrameType | None = None) -> None:
+        """Share casts in this thread from now on, while ``forward`` runs."""
+        outer = this_thread.running
+        while outer is not None and not still_runs(outer.forward):
+            outer = outer.outer
+        this_thread.running = Run(self, outer, forward)
 
     def end(self) -> None:
         """Stop sharing, and go on with the run around this one, if there is one."""
@@ -87,10 +91,13 @@ class Run:
     Attributes:
         shared: the shared casts of the module.
         outer: the run around this one.
+        forward: the frame of the module's forward, which ends the run.
     """
 
-    def __init__(self, shared: SharedCasts, outer: Run | None) -> None:
-        self.shared, self.outer = shared, outer
+    def __init__(
+        self, shared: SharedCasts, outer: Run | None, forward: FrameType | None = None
+    ) -> None:
+        self.shared, self.outer, self.forward = shared, outer, forward
         self._latest: _Latest | None = None
 
     def forms_of(
@@ -139,6 +146,9 @@ class Run:
             latest = self._latest = _Latest(whole, _Latest.drop)
             latest.key, latest.forms, latest.memory = key, (), memory.detach()
         if len(latest.forms) >= (2 if plan.x_columnwise is None else 4):
+            if not still_runs(self.forward):
+                this_thread.running = self.outer
+                return ()
             self.shared.saved += 1
         else:
             self.shared.casts += 1

@@ -103,6 +103,37 @@ def test_copies_of_a_registered_module(way: Any) -> None:
     assert saved.bytes_before == 0  # the copy has a context of its own
 
 
+def saves_exactly(x: Tensor) -> Tensor:
+    """What an operation outside of all contexts saves of ``x``."""
+    return x.sin().grad_fn._saved_self  # type: ignore[union-attr]
+
+
+def test_contexts_that_are_left_below_other_hooks() -> None:
+    x, inner = model(layers=0)(data()), torch.autograd.graph.save_on_cpu()
+    with saved_tensors_in_fp8():
+        inner.__enter__()
+    inner.__exit__(None, None, None)
+    assert torch.equal(saves_exactly(x), x)
+    assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+
+
+def test_a_module_that_calls_itself() -> None:
+    """The context ends with the outer forward."""
+
+    class Twice(nn.Module):
+        def forward(self, x: Tensor, n: int = 1) -> Tensor:
+            if n:
+                self(x, n - 1)
+            return x.sin()
+
+    x, saved = model(layers=0)(data()), saved_tensors_in_fp8()
+    made = Twice()
+    saved.register(made)
+    y = made(x)
+    assert not torch.equal(y.grad_fn._saved_self, x)
+    assert torch.equal(saves_exactly(x), x)
+
+
 def test_forwards_that_fail() -> None:
     class Fails(nn.Module):
         def forward(self, x: Tensor, error: Any) -> Tensor:
@@ -120,6 +151,10 @@ def test_forwards_that_fail() -> None:
     with pytest.raises(KeyboardInterrupt):
         made(x, KeyboardInterrupt())  # no hook of the module runs
     assert top(False) is not None
+    assert torch.equal(saves_exactly(x), x)
+    assert top(False) is None
+    with pytest.raises(KeyboardInterrupt):
+        made(x, KeyboardInterrupt())
     made(x, None)
     assert top(False) is None
     with saved_tensors_in_fp8(), pytest.raises(KeyboardInterrupt):

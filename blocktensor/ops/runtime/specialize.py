@@ -58,10 +58,9 @@ def must_dispatch(x: Tensor) -> bool:
 def key_of(args: tuple[Any, ...]) -> Hashable:
     """Return the layouts of all tensors, also in casts and tuples, and all other arguments.
 
-    A layout is all that a decision may depend on: sizes, strides, dtype, the address modulo 16 and
-    the device. No decision is found for a tensor whose memory has the other sign (``is_neg``): a
-    kernel does not see it. If there is an int32 vector, the ends of groups, numbers of rows are rounded up
-    (:func:`_key_of_groups`).
+    A layout is all that a decision may depend on: sizes, strides, dtype, the address modulo 16, the
+    device, and if the memory has the other sign (``is_neg``), which a kernel does not see. If there
+    is an int32 vector, the ends of groups, numbers of rows are rounded up (:func:`_key_of_groups`).
 
     It is written for speed: every eager op builds one key.
     """
