@@ -18,6 +18,7 @@ from ..ops.cast.ops import dequantize, quantize_rowwise
 from ..ops.formats import BLOCKS_1X128, Quantized
 from ..ops.runtime.launch import this_thread
 from ..ops.runtime.specialize import watching
+from ..tensor.base import FP8Base
 
 
 class MemoryRows(NamedTuple):
@@ -199,13 +200,18 @@ class SavedTensor:
 
 
 class KeptTensor:
-    """A saved tensor that is not packed."""
+    """A saved tensor that is not packed.
+
+    ``is_input``: True if an operation saves its input, not its result.
+    """
 
     __slots__ = ("_tensor", "_version")
 
-    def __init__(self, x: Tensor) -> None:
-        # The node that has computed x may be the one that saves it: no reference to it through x.
-        self._tensor, self._version = x if x.is_leaf else x.detach(), x._version
+    def __init__(self, x: Tensor, is_input: bool = False) -> None:
+        # The node that saves x may be the one that has computed x, also by a later write to x: no
+        # reference to it through x. `detach` would copy an FP8 weight in another dtype.
+        refers = x.is_leaf or (is_input and isinstance(x, FP8Base))
+        self._tensor, self._version = x if refers else x.detach(), x._version
 
     def unpack(self) -> Tensor:
         """Return the tensor.

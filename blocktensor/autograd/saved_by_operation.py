@@ -59,13 +59,17 @@ class Operation:
         self._has_inputs = False
         self._packed: list[_Input] = []
 
+    def has_made(self, x: Tensor) -> bool:
+        """Return True for a result with a gradient."""
+        node = x.grad_fn
+        return node is not None and node._sequence_nr() == self.number - 1
+
     def keeps(self, x: Tensor) -> bool:
         """Return True if ``x`` is a result of an operation that has saved inputs; keep these.
 
         Results without gradients are statistics, such as the mean of a norm, and do not count.
         """
-        node = x.grad_fn
-        if node is None or node._sequence_nr() != self.number - 1:
+        if not self.has_made(x):
             self._has_inputs = True
             return False
         for each in self._packed:

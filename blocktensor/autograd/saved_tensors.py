@@ -106,7 +106,7 @@ class SavedTensors(SavedReport):
         rows = rows_of(x) if reason is None else None
         if rows is None or rows.numel < MIN_ELEMENTS or self.holds(x):
             self.count_kept(x, reason or (SMALL if rows else "not in rows of 128 elements"))
-            return KeptTensor(x)
+            return KeptTensor(x, is_input=not operation.has_made(x))
         packed, is_new = packed_once(x, rows)
         if is_new:
             self.count_packed(x, rows, packed)

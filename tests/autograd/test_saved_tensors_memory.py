@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from blocktensor import saved_tensors_in_fp8
+from blocktensor import BlockwiseFP8Weight, saved_tensors_in_fp8
 from blocktensor.autograd import saved_report
 from blocktensor.autograd.packed_once import _shared
 from tests.support.models import randn
@@ -190,3 +191,28 @@ def test_a_context_around_many_steps(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(saved._kept) <= 21
         assert not saved.holds(y)
     assert saved._kept == {}
+
+
+def test_a_weight_in_another_dtype_is_not_copied() -> None:
+    """Matmuls read its FP8 form, and give the same outputs as without a context."""
+    w = nn.Parameter(BlockwiseFP8Weight(randn(K, K, dtype=torch.float32)))
+    x = randn(T, K).requires_grad_()
+
+    def twice() -> tuple[Any, list[Tensor]]:
+        late = w.to(torch.bfloat16)
+        return late, [F.linear(x, late), F.linear(x, late)]
+
+    _, wanted = twice()
+    with saved_tensors_in_fp8():
+        late, got = twice()
+    assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+    assert late._late._copy is None
+
+
+def test_a_result_that_is_a_weight_does_not_hold_its_graph() -> None:
+    w = nn.Parameter(BlockwiseFP8Weight(randn(K, K, dtype=torch.float32)))
+    with saved_tensors_in_fp8():
+        result = w.exp()  # an operation that saves its result
+    alive = weakref.ref(w)
+    del w, result
+    assert alive() is None
