@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NoReturn
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
@@ -216,8 +217,9 @@ def convert(
 
 
 def _swap(matrix: Matrix, recipe: Recipe | None) -> None:
-    form = matrix.fp8_form(recipe or DEFAULT_RECIPE)
-    swap_in(matrix.parameter, form)
+    with torch.inference_mode(False):  # weights made there could never be trained
+        form = matrix.fp8_form(recipe or DEFAULT_RECIPE)
+        swap_in(matrix.parameter, form)
 
 
 def _register_hooks(module: nn.Module) -> None:

@@ -200,7 +200,10 @@ def _swap_all(model: nn.Module, action: str, swapped: Swapped, progress: bool | 
     names = []
     changed: set[int] = set()  # tied weights are swapped once and listed under each name
     total = sum(weight.parameter.numel() for weight in weights)
-    with progress_bar(action, total, progress, unit="parameters") as done:
+    with (
+        progress_bar(action, total, progress, unit="parameters") as done,
+        torch.inference_mode(False),  # weights made there could never be trained, or read for it
+    ):
         for weight in weights:
             old: Any = weight.parameter
             done(old.numel())

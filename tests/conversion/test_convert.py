@@ -291,3 +291,25 @@ def test_freezing_while_a_graph_waits_that_does_not_read_the_weight() -> None:
     unfreeze(made)
     made(randn(5, DIM)).sum().backward()
     assert made.weight.grad is not None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: convert(m, skip_small=False),
+        lambda m: m.apply(apply),
+        lambda m: (convert(m, skip_small=False), freeze(m)),
+        lambda m: (convert(m, skip_small=False), freeze(m), unfreeze(m)),
+    ],
+)
+def test_weights_changed_in_inference_mode_can_be_trained(change: Callable[[Any], Any]) -> None:
+    model = nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, DIM))
+    with torch.inference_mode():
+        change(model)
+    assert not any(p.is_inference() for p in model.parameters())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    x = randn(8, DIM, dtype=torch.float32).requires_grad_()
+    for _ in range(2):
+        model(x).sum().backward()
+        optimizer.step()
+    assert x.grad is not None
