@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
+
+from ..model.adapters import is_adapted_layer
 
 
 @contextmanager
@@ -17,18 +18,17 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
     Parameters then have the names of the base model. Layers with values keep their adapters, which
     may have been computed from the values that a load replaces.
     """
-    library: Any = sys.modules.get("peft.tuners.tuners_utils")
     places: list[tuple[nn.Module, str, nn.Module]] = []
-    for module in () if library is None else model.modules():
-        if isinstance(module, library.BaseTunerLayer):
+    for module in model.modules():
+        if is_adapted_layer(module):
             continue
         for name, child in module._modules.items():
-            if isinstance(child, library.BaseTunerLayer):
+            if child is not None and is_adapted_layer(child):
                 places.append((module, name, child))
     try:
         for module, name, child in places:
             base: Any = child
-            while isinstance(base, library.BaseTunerLayer):
+            while is_adapted_layer(base):
                 base = base.base_layer
             if all(x.is_meta for x in base.parameters()):
                 module._modules[name] = base

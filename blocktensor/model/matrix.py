@@ -19,6 +19,7 @@ from ..sharding.fsdp.gather import GatheredInFP8
 from ..sharding.fsdp.shards import FP8Shard
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
+from .adapters import adapters_of
 from .weights import (
     Named,
     casts_itself,
@@ -93,6 +94,11 @@ class Matrix:
     def is_unknown_stack(self) -> bool:
         """True for a parameter that may be a stack of experts, which ``stacks`` could name."""
         return (self.unconvertible or "").startswith(UNKNOWN_STACK)
+
+    @property
+    def is_adapter(self) -> bool:
+        """True for a matrix of one of peft's adapters in the model."""
+        return self.unconvertible == OF_PEFT
 
     @cached_property
     def is_transposed(self) -> bool:
@@ -254,6 +260,9 @@ def all_fp8_weights(model: nn.Module) -> list[Matrix]:
     return [x for name, module in model.named_modules() for x in fp8_weights(module, name)]
 
 
+OF_PEFT = "adapter of peft: stays in high precision"
+"""The reason for a matrix of an adapter, which a conversion never changes."""
+
 UNKNOWN_STACK = "stack of matrices"
 """Prefix of the reason for a parameter that may be a stack of experts, but is not known as one."""
 
@@ -275,28 +284,16 @@ def matrices_of(model: nn.Module, named: Named) -> list[Matrix]:
     ``named``: stacks of experts that the caller of ``convert`` has named.
     """
     matrices = []
-    adapters = _adapters_of_parameters(model)
+    adapters = adapters_of(model)
     for name, module in model.named_modules():
         for key, parameter in module._parameters.items():
             if parameter is None:
                 continue
             if key != "bias" if is_lazy(parameter) else parameter.ndim > 1:
-                why = _OF_ADAPTERS if module in adapters else None
+                why = OF_PEFT if module in adapters else None
                 why = why or _why_left_alone(module, key, parameter, named)
                 matrices.append(Matrix(name, key, module, why))
     return matrices
-
-
-_OF_ADAPTERS = "adapter of a parameter, which peft multiplies in high precision"
-
-
-def _adapters_of_parameters(model: nn.Module) -> set[nn.Module]:
-    """Return the linear layers that peft's ``target_parameters`` add: their weights alone are read.
-
-    The class that holds them is compared by name, so that peft need not be installed.
-    """
-    wrappers: Any = [x for x in model.modules() if kind_of(x) == "ParamWrapper"]
-    return {linear for x in wrappers for side in (x.lora_A, x.lora_B) for linear in side.values()}
 
 
 def _why_left_alone(module: nn.Module, key: str, parameter: Tensor, named: Named) -> str | None:

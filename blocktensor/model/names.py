@@ -82,11 +82,11 @@ def weights_to_skip(
     patterns = check_patterns(patterns, "skip", "*.router")
     modules = dict(model.named_modules(remove_duplicate=False)) if patterns else {}
     known: dict[nn.Module, list[str]] = defaultdict(list)
-    unknown: dict[str, Weight] = {}  # stacks that convert would warn about
+    unknown: dict[str, Weight] = {}  # stacks that convert would warn about, adapters
     for matrix in matrices:
         if matrix.unconvertible is None:
             known[matrix.module].append(matrix.key)
-        elif matrix.is_unknown_stack:
+        elif matrix.is_unknown_stack or matrix.is_adapter:
             unknown[matrix.label] = matrix.module, matrix.key
     weights = {
         Matrix(name, key, module).label: (module, key)

@@ -372,7 +372,7 @@ def test_audit_finds_what_runs(calls: list[int]) -> None:
     assert found == {("forward", "bf16"), ("backward", "bf16"), ("fprop", "FP8"), ("dgrad", "FP8")}
     thin = [entry for entry in report.entries if entry.precision == "bf16"]
     assert {"lora_A" in e.weight for e in thin if e.n == K or e.k == K} == {True}
-    assert all("as thin as an adapter" in e.remedy for e in thin if "lora_A" in e.weight)
+    assert all("adapter of peft" in e.remedy for e in thin if "lora_A" in e.weight)
 
 
 @instantiates

@@ -1,0 +1,78 @@
+"""peft's adapters in a model: conversions and ``freeze`` leave them as they are."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("peft")
+
+from peft import LoraConfig, PeftModel, get_peft_model
+
+from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, convert, freeze
+from blocktensor import to_blockwise_fp8_weights as apply
+from blocktensor.model.adapters import adapters_of
+from tests.support.models import Model, reasons
+
+WHY = "adapter of peft: stays in high precision"
+
+
+def adapted() -> PeftModel:
+    """Two adapters on each ``up``, one of them with DoRA; one on the embedding."""
+    model = get_peft_model(Model(256).bfloat16(), LoraConfig(r=128, target_modules=["up", "embed"]))
+    model.add_adapter("other", LoraConfig(r=4, target_modules=["up"], use_dora=True))
+    return model
+
+
+def adapters_in(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in model.named_parameters() if "lora_" in name}
+
+
+def test_modules_of_adapters_are_found() -> None:
+    model = adapted()
+    names, found = dict(model.named_modules()), adapters_of(model)
+    assert {name for name, x in names.items() if x in found} == {x for x in names if ".lora_" in x}
+    assert names["base_model.model.blocks.1.up.lora_B.default"] in found
+
+
+def test_no_module_is_an_adapter_before_peft_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = adapted()
+    monkeypatch.delitem(sys.modules, "peft.tuners.tuners_utils")
+    assert adapters_of(model) == set()
+
+
+def test_a_conversion_leaves_adapters_alone_whatever_their_size() -> None:
+    model = adapted()
+    before = {name: p.clone() for name, p in adapters_in(model).items()}
+    report = convert(model, skip_small=False)
+    assert isinstance(
+        model.get_submodule("base_model.model.blocks.0.down").weight, BlockwiseFP8Tensor
+    )
+    why = reasons(report)
+    assert why["base_model.model.blocks.0.up.lora_A.default"] == WHY
+    assert why["base_model.model.embed.lora_embedding_B.default"] == WHY
+    for name, p in adapters_in(model).items():
+        assert type(p) is nn.Parameter and torch.equal(p, before[name]), name
+
+
+def test_a_pattern_may_name_adapters_alone() -> None:
+    report = convert(adapted(), skip_small=False, skip=["*.lora_*"])
+    assert reasons(report)["base_model.model.blocks.0.up.lora_A.default"] == WHY
+    assert len(report.converted) == 4
+
+
+def test_freezing_keeps_adapters_trainable_that_apply_has_converted() -> None:
+    """``apply`` gets each layer without its place."""
+    model = get_peft_model(Model(256), LoraConfig(r=8, target_modules=["up"])).requires_grad_(True)
+    model.apply(apply)
+    assert len(adapters_in(model)) == 4
+    assert freeze(model) == [
+        f"base_model.model.blocks.{i}.{name}"
+        for i in range(2)
+        for name in ("up.base_layer", "down")
+    ] + ["base_model.model.lm_head"]
+    for p in adapters_in(model).values():
+        assert type(p) is BlockwiseFP8Weight and p.requires_grad
