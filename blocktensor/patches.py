@@ -456,6 +456,19 @@ ADAPTERS_OF_CUT_EXPERTS = Patch(
     without="a forward with an adapter of FP8 experts that are cut between ranks raises",
 )
 
+ADAPTERS_OF_SHARDS = Patch(
+    name="adapters_of_shards",
+    target="peft.tuners.tuners_utils:BaseTuner.inject_adapter",
+    kind="attribute",
+    reason="makes adapters in a model that FSDP2 has sharded already, which FSDP2 neither shards "
+    "nor reduces",
+    versions="peft 0.21",
+    when=f"{FP8_TENSOR}, or a conversion, after peft was imported; or import "
+    "blocktensor.integrations.peft",
+    test="tests/conversion/test_sharded_adapters.py",
+    without="get_peft_model after fully_shard trains other adapters on each rank, without an error",
+)
+
 TORCHTITAN_CONFIG = Patch(
     name="torchtitan_config",
     target="torchtitan.models.common.decoder:Decoder.Config",

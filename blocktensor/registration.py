@@ -10,7 +10,12 @@ import torch.nn.functional as F
 
 from .autograd.any_linear import linear
 from .checkpoint import save  # noqa: F401  (fills its tables, as modules below do)
-from .conversion import expert_adapters, linear_adapters, pretrained_models  # noqa: F401
+from .conversion import (  # noqa: F401
+    expert_adapters,
+    linear_adapters,
+    pretrained_models,
+    sharded_adapters,
+)
 from .ops.formats import named
 from .overrides.torch_functions import OVERRIDES
 from .recipe import Recipe, Scales

@@ -107,6 +107,7 @@ print([x for x in changes(before) if "Tensor" not in x.partition(":")[2]])
     if "peft" in OPTIONAL:
         methods = "Linear.forward", "ParamWrapper._activate_lora", "ParamWrapper.update_layer"
         expected += [f"peft.tuners.lora.layer:{x}" for x in methods]
+        expected.append("peft.tuners.tuners_utils:BaseTuner.inject_adapter")
     assert [x for x in converted if x in expected] == sorted(expected)
     theirs = {each.target for each in PATCHES}
     assert not theirs.intersection(converted).difference(expected)

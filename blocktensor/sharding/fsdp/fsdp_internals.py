@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -180,11 +181,25 @@ def owner_of(local: Tensor, module: nn.Module | None = None) -> Any:
 
 def adopt_parameters(model: nn.Module) -> None:
     """Make FSDP refer to the parameters that modules were assigned, as it does after a move."""
-    modules = set(model.modules())
+    for _, param in _params_in(model):
+        param.reset_sharded_param()
+
+
+def sharded_in(model: nn.Module) -> dict[str, Tensor]:
+    """Return the parts on this rank of what FSDP2 shards in a model, gathered or not, by name."""
+    if "torch.distributed.fsdp" not in sys.modules:
+        return {}
+    return {name: param._sharded_local_tensor for name, param in _params_in(model)}
+
+
+def _params_in(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield FSDP's objects for the parameters of a model, each with the name in the model."""
+    names = {module: name for name, module in model.named_modules()}
     for state in _states():
         for param, _ in _params(state):
-            if param._module_info.module in modules:
-                param.reset_sharded_param()
+            module, key = param._module_info.module, param._module_info.param_name
+            if module in names:
+                yield f"{names[module]}.{key}".lstrip("."), param
 
 
 def gathered_shape(local: Tensor) -> tuple[int, ...] | None:

@@ -1,0 +1,46 @@
+"""Refuse peft's adapters in a model that FSDP2 has sharded already.
+
+``fully_shard`` manages the parameters that a model has by then. An adapter that is added later is a
+plain parameter: each rank draws and trains its own, and no rank ever sees another's gradient.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch import nn
+
+from ..patches import ADAPTERS_OF_SHARDS
+from ..sharding.fsdp.fsdp_internals import sharded_in
+from ..sharding.fsdp.gather import GatheredInFP8
+
+
+@ADAPTERS_OF_SHARDS.made_by
+def _refusing(theirs: Any) -> Any:
+    @functools.wraps(theirs)
+    def inject_adapter(
+        self: Any, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any
+    ) -> None:
+        if not self.peft_config[adapter_name].inference_mode:
+            _check_not_sharded(model)
+        theirs(self, model, adapter_name, *args, **kwargs)
+
+    return inject_adapter
+
+
+def _check_not_sharded(model: nn.Module) -> None:
+    """Check that FSDP2 shards no FP8 weight of a model.
+
+    Raises:
+        NotImplementedError: it does.
+    """
+    sharded = sharded_in(model).items()
+    name = next((name for name, part in sharded if isinstance(part, GatheredInFP8)), None)
+    if name is not None:
+        raise NotImplementedError(
+            f"adapters of a model with FP8 weights that FSDP2 has cut ({name!r}): peft would make "
+            f"parameters that FSDP2 neither shards nor reduces, and each rank would train others. "
+            f"Call get_peft_model on a new model before fully_shard; adapters that are not trained "
+            f"(inference_mode=True) may come later"
+        )
