@@ -22,7 +22,7 @@ from ..tensor.torch_internals.callers import APPLY, Caller, caller
 from ..tensor.weight import BlockwiseFP8Weight
 
 
-def _caller() -> Caller:
+def caller_of_override() -> Caller:
     """Return the caller of the torch function."""
     who = caller(2)  # the override runs in __torch_function__ of one or two classes
     while who.function == "__torch_function__" and who.back is not None:
@@ -37,7 +37,7 @@ def _as_usual(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _detach(tensor: Tensor) -> Tensor:
-    who = _caller()
+    who = caller_of_override()
     if who.function == "_save_to_state_dict" and isinstance(tensor, BlockwiseFP8Weight):
         return tensor.master.detach()  # a state_dict holds plain tensors
     _check_distribute_tensor(tensor, who)
@@ -55,7 +55,7 @@ def _detach(tensor: Tensor) -> Tensor:
 
 
 def _chunk(input: Tensor, *args: Any, **kwargs: Any) -> Any:
-    who = _caller()
+    who = caller_of_override()
     _check_distribute_tensor(input, who)
     sharding = "torch.distributed.fsdp._fully_shard._fsdp_common"
     if isinstance(input, BlockwiseFP8Tensor) and who.module == sharding:
@@ -65,7 +65,7 @@ def _chunk(input: Tensor, *args: Any, **kwargs: Any) -> Any:
 
 def _new_zeros(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
     is_whole = isinstance(tensor, (BlockwiseFP8Weight, BlockwiseFP8Tensor))
-    who = _caller()
+    who = caller_of_override()
     if is_whole and who.function == "fill_empty_tensor_to_shards":
         # from distribute_tensor, for ranks that get nothing
         return tensor.narrow(who.local("shard_dim"), 0, 0)
@@ -76,7 +76,7 @@ def _new_zeros(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
 
 
 def _view_as(tensor: Tensor, other: Tensor) -> Any:
-    who = _caller()
+    who = caller_of_override()
     if who.module == "torch.distributed.tensor._api" and isinstance(tensor, MasterBase):
         outer = who.back
         if outer is not None and outer.function == "apply":  # of an autograd function
@@ -87,7 +87,7 @@ def _view_as(tensor: Tensor, other: Tensor) -> Any:
 
 
 def _contiguous(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-    _check_distribute_tensor(tensor, _caller())
+    _check_distribute_tensor(tensor, caller_of_override())
     return _as_usual(Tensor.contiguous, tensor, *args, **kwargs)
 
 
@@ -126,7 +126,7 @@ def _check_distribute_tensor(tensor: Tensor, who: Caller) -> None:
 
 
 def _flatten(input: Tensor, *args: Any, **kwargs: Any) -> Any:
-    if _caller().module == "torch.distributed.fsdp._flat_param":
+    if caller_of_override().module == "torch.distributed.fsdp._flat_param":
         raise NotImplementedError(
             f"FullyShardedDataParallel (FSDP1) copies parameters into one flat plain tensor, and a "
             f"{type(input).__name__} would silently compute in high precision: shard the converted "

@@ -25,8 +25,9 @@ from ..ops import checks
 from ..tensor.base import FP8Base, MasterBase
 from ..tensor.compat.swap_in import swap_in
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
+from ..tensor.refusals import UNFREEZE
 from ..tensor.weight import BlockwiseFP8Weight
-from .by_caller import BY_CALLER
+from .by_caller import BY_CALLER, caller_of_override
 from .matmul_functions import MATMULS
 
 
@@ -55,12 +56,24 @@ def _get_data(tensor: Tensor) -> Tensor:
     return tensor.detach()
 
 
+_PREPARES = "peft.utils.other", "prepare_model_for_kbit_training"
+
+
 def _set_data(tensor: Tensor, new: Tensor) -> None:
     shape, dtype = tuple(tensor.shape), new.dtype
     if not isinstance(tensor, BlockwiseFP8Weight) or shape != tuple(new.shape):
+        remedy = "use .copy_(), or torch.utils.swap_tensors to change the type"
+        if caller_of_override().place == _PREPARES:
+            remedy = (
+                "a frozen base in FP8 needs no preparation: leave prepare_model_for_kbit_training "
+                "out, and call model.gradient_checkpointing_enable() and "
+                "model.enable_input_require_grads() yourself if you want checkpoints"
+            )
+        elif isinstance(tensor, BlockwiseFP8Tensor) and shape == tuple(new.shape):
+            remedy = f"to write to a frozen weight (merge an adapter into it, say), {UNFREEZE}"
         raise NotImplementedError(
             f"cannot set .data of {tensor!r} to a tensor of shape {list(new.shape)}, {dtype} "
-            f"on {new.device}: use .copy_(), or torch.utils.swap_tensors to change the type"
+            f"on {new.device}: {remedy}"
         )
     if isinstance(new, BlockwiseFP8Tensor):
         raise TypeError(

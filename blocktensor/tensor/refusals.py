@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
@@ -11,6 +12,18 @@ from torch.utils._pytree import tree_leaves
 from ..ops.formats import BlockFormat
 from ..recipe import Recipe
 from .torch_internals.callers import modules_that_run
+
+
+UNFREEZE = "call blocktensor.unfreeze(model) first and blocktensor.freeze(model) after"
+"""The remedy for a write to a frozen weight."""
+
+FOR_ADAPTERS = (
+    "to begin adapters from the values of a frozen weight (PiSSA, OLoRA), call "
+    "blocktensor.unfreeze(model), then get_peft_model, then blocktensor.freeze(model)"
+)
+"""The remedy for a decomposition of a frozen weight."""
+
+_DECOMPOSE = {"aten::_linalg_svd", "aten::linalg_qr"}
 
 
 def refuse_rebuilding(cls: type) -> NoReturn:
@@ -24,13 +37,13 @@ def refuse_rebuilding(cls: type) -> NoReturn:
 
 def refuse(func: Any) -> NoReturn:
     """Raise for an op that cannot run on FP8 bytes, instead of a silent dequantize."""
-    writes = (
-        "; to write to a frozen weight (merge an adapter into it, say), call "
-        "blocktensor.unfreeze(model) first and blocktensor.freeze(model) after"
-    )
+    remedy = "call .dequantize() first to work on a plain tensor"
+    if func._schema.is_mutable:
+        remedy += f"; to write to a frozen weight (merge an adapter into it, say), {UNFREEZE}"
+    elif func._schema.name in _DECOMPOSE:
+        remedy = f"{FOR_ADAPTERS}; or {remedy}"
     raise NotImplementedError(
-        f"{func} is not implemented for BlockwiseFP8Tensor, which keeps its values in FP8: call "
-        f".dequantize() first to work on a plain tensor{writes if func._schema.is_mutable else ''}"
+        f"{func} is not implemented for BlockwiseFP8Tensor, which keeps its values in FP8: {remedy}"
     )
 
 
@@ -116,16 +129,31 @@ def name_module(error: Exception, operands: Any) -> None:
     modules = [] if getattr(error, "names_module", False) else modules_that_run()
     if not modules:
         return
-    inner, model = modules[0], modules[-1]
+    inner, model = modules[0], _of_user(modules[-1])
     name = next((name for name, x in model.named_modules() if x is inner), "")
     text = f"{error}; in {name!r}, a {type(inner).__name__}" if name else str(error)
     is_refused = isinstance(error, NotImplementedError)
     if is_refused and (weights := _weights_of(model, operands)):
-        text += f", by {' and '.join(map(repr, weights))}; to compute that in high precision, "
-        patterns = list(dict.fromkeys(map(_pattern, weights)))
-        text += f"convert(model, skip={patterns})" if all(patterns) else "leave it unconverted"
+        text += f", by {' and '.join(map(repr, weights))}"
+        if "blocktensor.unfreeze(model)" not in text:  # no other remedy yet
+            text += f"; to compute that in high precision, {_unconverted(weights)}"
     error.args = (text,)
     error.names_module = True  # type: ignore[attr-defined]
+
+
+def _of_user(model: Any) -> nn.Module:
+    """Return the outermost module that a user has a name for: peft's tuners only hold the model."""
+    library: Any = sys.modules.get("peft.tuners.tuners_utils")
+    held: nn.Module = model
+    if library is not None and isinstance(model, library.BaseTuner):
+        held = model.model
+    return held
+
+
+def _unconverted(weights: list[str]) -> str:
+    """Say how to leave weights of these names unconverted."""
+    patterns = list(dict.fromkeys(map(_pattern, weights)))
+    return f"convert(model, skip={patterns})" if all(patterns) else "leave it unconverted"
 
 
 def _pattern(weight: str) -> str:

@@ -50,14 +50,18 @@ def test_an_unsupported_op_names_itself_and_the_way_out(op: str) -> None:
 def test_the_text_of_a_refusal() -> None:
     x = quantize(X)
     assert_expected_inline(
-        "\n".join(complaint(NotImplementedError, run) for run in (x.sin, lambda: x.add_(1))),
+        "\n".join(complaint(NotImplementedError, f) for f in (x.sin, lambda: x.add_(1), x.svd)),
         """\
 aten.sin.default is not implemented for BlockwiseFP8Tensor, which keeps its values
 in FP8: call .dequantize() first to work on a plain tensor
 aten.add_.Tensor is not implemented for BlockwiseFP8Tensor, which keeps its values
 in FP8: call .dequantize() first to work on a plain tensor; to write to a frozen
 weight (merge an adapter into it, say), call blocktensor.unfreeze(model) first and
-blocktensor.freeze(model) after""",
+blocktensor.freeze(model) after
+aten._linalg_svd.default is not implemented for BlockwiseFP8Tensor, which keeps its
+values in FP8: to begin adapters from the values of a frozen weight (PiSSA, OLoRA),
+call blocktensor.unfreeze(model), then get_peft_model, then
+blocktensor.freeze(model); or call .dequantize() first to work on a plain tensor""",
     )
 
 
