@@ -7,6 +7,7 @@ join plain tensors alone: ``get_model_state_dict`` gets a frozen weight as a dic
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,7 +24,7 @@ from ..sharding.dtensor import fp8_part, local_of, own_part, with_local
 from ..sharding.fsdp.shards import FP8Shard, FrozenShard
 from ..tensor.base import MasterBase
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
-from ..tensor.torch_internals.callers import saves_parts
+from ..tensor.torch_internals.callers import loads_state, saves_parts
 from ..tensor.weight import BlockwiseFP8Weight
 
 
@@ -40,8 +41,19 @@ def register_state_hooks(module: nn.Module) -> None:
 
 def _join(module: nn.Module, name: str, parameter: Tensor | None) -> None:
     """Register the hooks of a module that gets an FP8 weight, for example from another module."""
-    if fp8_part(parameter) is not None:
+    part = fp8_part(parameter)
+    if part is not None:
         register_state_hooks(module)
+    is_frozen = isinstance(part, (BlockwiseFP8Tensor, FrozenShard))
+    if is_frozen and parameter is not None and parameter.requires_grad and loads_state():
+        # torch gives it the requires_grad of the plain parameter that it replaces
+        parameter.requires_grad_(False)
+        warnings.warn(
+            "load_state_dict(assign=True) puts frozen FP8 weights in the place of trainable "
+            "parameters: they stay frozen. Call blocktensor.unfreeze(model) to train them, or "
+            "model.requires_grad_(False) before the load, which then does not warn",
+            stacklevel=2,
+        )
 
 
 # Process-wide, because a module that takes an FP8 weight later (``b.weight = a.weight``) was not

@@ -13,7 +13,6 @@ from ..ops.formats import BlockFormat
 from ..recipe import Recipe
 from .torch_internals.callers import modules_that_run
 
-
 UNFREEZE = "call blocktensor.unfreeze(model) first and blocktensor.freeze(model) after"
 """The remedy for a write to a frozen weight."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -140,17 +141,18 @@ def test_the_state_of_each_kind_loads_into_each(kind: str, target: str, assign: 
     state, x = given.state_dict(), randn(5, 192, dtype=torch.float32)
     of_state = state["weight"]
     made(x)  # fills the caches
-    made.load_state_dict(state, assign=assign)
+    takes_type = assign and (kind, target) == ("frozen", "plain")
+    with pytest.warns(match="they stay frozen") if takes_type else nullcontext():
+        made.load_state_dict(state, assign=assign)
     assert state["weight"] is of_state
     if assign and target == "trainable" and kind != "frozen":
         assert made.weight.master.data_ptr() == of_state.data_ptr()
     if target == "frozen":
         wanted = BlockwiseFP8Tensor.from_values(wanted, (128, 128), POWER_OF_TWO).dequantize()
     assert torch.equal(values(made.weight), wanted)
-    takes_type = assign and (kind, target) == ("frozen", "plain")
     assert type(made.weight) is (BlockwiseFP8Tensor if takes_type else before)
     assert made.weight is kept or assign
-    assert made.weight.requires_grad == (target != "frozen")
+    assert made.weight.requires_grad == (target != "frozen" and not takes_type)
     if target != "plain" or takes_type:
         assert torch.equal(made(x), functional.linear(x, wanted, recipe=POWER_OF_TWO))
 
@@ -172,6 +174,19 @@ def test_a_state_is_assigned_to_a_model_on_meta(kind: str, frozen: bool) -> None
     made(x).sum().backward()
     assert (made.weight.grad is None) == frozen and x.grad is not None
     assert torch.equal(made(x), functional.linear(x, values(given.weight), recipe=POWER_OF_TWO))
+
+
+def test_a_frozen_state_is_assigned_to_a_plain_model_that_requires_no_gradient() -> None:
+    model, given = nn.Linear(192, 200, bias=False).requires_grad_(False), of_kind("frozen")
+    model.load_state_dict(given.state_dict(keep_vars=True), assign=True)
+    assert model.weight is given.weight and not given.weight.requires_grad
+
+
+def test_a_frozen_parameter_that_is_assigned_keeps_its_flag() -> None:
+    """The hook of ``load_state_dict`` does not touch what a user writes."""
+    model = nn.Linear(192, 200)
+    model.weight = nn.Parameter(of_kind("frozen").weight.detach())
+    assert model.weight.requires_grad
 
 
 class OwnState(nn.Linear):

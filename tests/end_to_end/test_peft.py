@@ -314,9 +314,7 @@ def test_preparing_a_frozen_base_for_few_bits_is_refused() -> None:
 @pytest.mark.parametrize("init", ["pissa", "pissa_niter_2", "olora"])
 def test_adapters_from_the_values_of_a_frozen_base(init: str) -> None:
     """As the error says: unfreeze, get_peft_model, freeze."""
-    with pytest.raises(
-        NotImplementedError, match=r"unfreeze.*, then get_peft_model, then .*freeze"
-    ):
+    with pytest.raises(NotImplementedError, match=r"unfreeze.*, then get_peft_model, then"):
         adapted(base(), init_lora_weights=init)
     model = base()
     y = model(INPUTS)

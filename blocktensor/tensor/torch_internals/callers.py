@@ -108,6 +108,12 @@ def converts_a_model() -> bool:
     return any(x.place == APPLY for x in callers())
 
 
+def loads_state() -> bool:
+    """Return True while ``load_state_dict`` gives a module its parameters."""
+    load = "torch.nn.modules.module", "_load_from_state_dict"
+    return any(x.place == load for x in callers())
+
+
 def saves_parts() -> bool:
     """Return True if ``get_model_state_dict`` asks for what each rank holds, not for wholes."""
     asks = "torch.distributed.checkpoint.state_dict", "_get_model_state_dict"
