@@ -103,6 +103,19 @@ def test_a_weight_that_a_product_is_added_to_is_a_weight(name: str, kind: str) -
         assert torch.equal(got, want)
 
 
+def test_without_gradients_only_the_sum_with_a_frozen_weight_is_a_weight() -> None:
+    """Optimizers and averages compute with masters there, and write to no frozen weight."""
+    kinds = both_kinds(W)
+    for off in (torch.no_grad, torch.inference_mode):
+        with off():
+            made, sums = ([w + B @ A, w - 1] for w in (kinds["weight"], kinds["tensor"]))
+            assert [type(x) for x in made] == [Tensor, Tensor]
+            assert [type(x) for x in sums] == [BlockwiseFP8Weight, BlockwiseFP8Weight]
+            for run in (lambda w: w * 2, lambda w: w + torch.ones(2, *w.shape)):
+                with pytest.raises(NotImplementedError, match="is not implemented for"):
+                    run(kinds["tensor"])
+
+
 def test_what_is_computed_from_a_weight_has_its_recipe() -> None:
     w = BlockwiseFP8Weight(W, POWER_OF_TWO).requires_grad_()
     for made in (w + B @ A, w * 2, torch.addmm(w, B, A), w.t() + (B @ A).t()):
