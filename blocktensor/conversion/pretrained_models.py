@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -49,7 +50,29 @@ def _save_pretrained(theirs: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
             name: values_of(x) if isinstance(x, BlockwiseFP8Tensor) else x
             for name, x in state.items()
         }
-    return theirs(*call.args, **call.kwargs)
+    with _in_high_precision(model):
+        return theirs(*call.args, **call.kwargs)
+
+
+@contextmanager
+def _in_high_precision(model: Any) -> Iterator[None]:
+    """Keep transformers from quantizing what it saves of a model with FP8 weights.
+
+    transformers reverts the rules by which it has loaded a model. If it has dequantized a
+    checkpoint, it would write FP8 and scales, which ``config.json`` does not mention: a load would
+    take the bytes for values. Without these rules it writes the usual names of the model.
+    """
+    rules = vars(model).get("_weight_conversions")
+    operations = (op for rule in rules or () for op in getattr(rule, "operations", None) or ())
+    has_quantized = any(type(op).__name__.endswith("Dequantize") for op in operations)
+    if not has_quantized or all(fp8_part(x) is None for x in model.parameters()):
+        yield
+        return
+    model._weight_conversions = None
+    try:
+        yield
+    finally:
+        model._weight_conversions = rules
 
 
 def _resize_token_embeddings(theirs: Any, model: Any, *args: Any, **kwargs: Any) -> Any:

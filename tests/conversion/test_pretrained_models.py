@@ -12,7 +12,13 @@ pytest.importorskip("accelerate")
 pytest.importorskip("transformers", minversion="5.17")
 
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    FineGrainedFP8Config,
+    PreTrainedModel,
+    Trainer,
+    TrainingArguments,
+)
 
 from blocktensor import (
     BlockwiseFP8Tensor,
@@ -22,6 +28,7 @@ from blocktensor import (
     save_fp8,
     to_blockwise_fp8_weights,
 )
+from tests.support.moe_models import transformers_moe
 from tests.support.pretrained import TOKENS, VOCABULARY, llama, saved, values
 from tests.support.pretrained import silent as silent
 
@@ -73,6 +80,32 @@ def test_what_load_fp8_froze_is_saved(tmp_path: Path, monkeypatch: pytest.Monkey
     part = load_file(tmp_path / "part" / "model.safetensors")
     assert part.keys() == given.keys()
     assert all(torch.equal(x, wanted[name]) for name, x in part.items())
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_checkpoint_that_transformers_dequantized_is_saved_in_high_precision(
+    tmp_path: Path, frozen: bool
+) -> None:
+    """By itself transformers would write FP8 and scales, and a config that does not say so."""
+    source = transformers_moe("qwen3").bfloat16()
+    source.save_pretrained(tmp_path / "plain")
+    convert(source, skip_small=False)
+    save_fp8(source, tmp_path / "fp8", all_in_fp8=True)
+    how = FineGrainedFP8Config(dequantize=True)
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "fp8", dtype="auto", quantization_config=how
+    )
+    convert(model.requires_grad_(not frozen), skip_small=False)
+    rules = model._weight_conversions
+    model.save_pretrained(tmp_path / "again")
+    assert model._weight_conversions is rules
+    written, plain = (load_file(tmp_path / x / "model.safetensors") for x in ("again", "plain"))
+    assert {name: (x.dtype, x.shape) for name, x in written.items()} == {
+        name: (x.dtype, x.shape) for name, x in plain.items()
+    }
+    wanted = values(model)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "again", dtype="auto")
+    assert all(torch.equal(x, wanted[name]) for name, x in loaded.named_parameters())
 
 
 # get_memory_footprint
