@@ -200,6 +200,16 @@ def test_a_step_of_ones_own() -> None:
     assert len(audit_step(model, step).entries) == 30
 
 
+def test_matrices_as_thin_as_adapters_are_to_be_left() -> None:
+    """Adapters of one's own; convert knows those of peft."""
+    model = nn.Sequential(nn.Linear(256, 8), nn.Linear(8, 256))
+    told = {
+        entry.weight: entry.remedy
+        for entry in audit(model, randn(4, 256, dtype=torch.float32)).entries
+    }
+    assert all("as thin as an adapter: leave it" in told[f"{i}.weight"] for i in range(2)), told
+
+
 def test_no_products() -> None:
     report = audit(nn.ReLU(), X)
     assert str(report) == "no matmul ran"
