@@ -201,7 +201,7 @@ def test_a_step_of_ones_own() -> None:
 
 
 def test_matrices_as_thin_as_adapters_are_to_be_left() -> None:
-    """Adapters of one's own; convert knows those of peft."""
+    """Adapters of one's own: convert does not know them, as it knows peft's."""
     model = nn.Sequential(nn.Linear(256, 8), nn.Linear(8, 256))
     told = {
         entry.weight: entry.remedy
