@@ -32,7 +32,7 @@ def with_all_above(name: str) -> list[str]:
     return [".".join(parts[: i + 1]) for i in range(len(parts))]
 
 
-def _ends(names: Iterable[str]) -> str:
+def ends_of(names: Iterable[str]) -> str:
     """List the last parts of the names of modules, each once."""
     return ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in names)) or "none"
 
@@ -100,7 +100,7 @@ def weights_to_skip(
             raise ValueError(
                 f"skip pattern {pattern!r} matches no weight of this {type(model).__name__} that "
                 f"could be converted: expected a pattern of the names of linear layers or modules "
-                f"above them; names of such weights end in {_ends(weights)}"
+                f"above them; names of such weights end in {ends_of(weights)}"
             )
         for weight in matches:
             skipped.setdefault(weight, pattern)
@@ -133,7 +133,7 @@ def named_experts(model: nn.Module, stacks: Experts) -> Named:
         matches = fnmatch.filter(modules, pattern)
         if not matches:
             held = ((n, p) for n, x in modules.items() for p in x._parameters.values())
-            holders = _ends(n for n, p in held if p is not None and p.ndim == 3)
+            holders = ends_of(n for n, p in held if p is not None and p.ndim == 3)
             raise ValueError(
                 f"stacks pattern {pattern!r} matches no module of this {type(model).__name__}: "
                 f"expected a pattern of the names of modules that hold stacks; modules with "

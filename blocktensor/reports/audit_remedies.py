@@ -10,6 +10,7 @@ from ..model.matrix import Matrix, matrices_of
 from ..model.names import stacks_like
 from ..model.running_module import without_wrappers
 from ..ops.formats import BLOCK
+from .audit_report import AS_THIN
 
 _LEAST_WIDTH = 2 * BLOCK
 """The least long side of a matrix, thinner than a block, that is taken for an adapter's."""
@@ -41,11 +42,12 @@ def _remedy(matrix: Matrix, matrices: list[Matrix], model: nn.Module) -> str:
         )
     why = without_wrappers(matrix.why)
     kind = why.partition(":")[0]
-    thin, wide = sorted(matrix.sizes[-2:])
-    if kind == "small" and thin < BLOCK and wide >= _LEAST_WIDTH:
-        return f"{why.removesuffix(' (skip_small)')}, as thin as an adapter: leave it"
     if kind in ("small", NO_FAST_PATH):
-        return f"{why.removesuffix(' (skip_small)')}: convert(model, skip_small=False)"
+        why = why.removesuffix(" (skip_small)")
+        thin, wide = sorted(matrix.sizes[-2:])
+        if thin < BLOCK and wide >= _LEAST_WIDTH:
+            return f"{why}, {AS_THIN}"
+        return f"{why}: convert(model, skip_small=False)"
     if kind == "lm head":
         return f"{why}: convert(model, convert_head=True)"
     return f"{why}: hold it in an nn.Linear" if kind == "not the weight of a linear layer" else why

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
-from ..model.names import check_patterns, matching
+from ..model.names import check_patterns, ends_of, matching
 from ..text_table import Report, Table, collapse, pattern
 
 FP8 = "FP8"
@@ -19,6 +19,9 @@ BY_RECIPE = "in high precision by recipe"
 
 OUTER_PRODUCT = "outer product"
 """The note on a matmul of K = 1 that reads no parameter, such as positions by frequencies."""
+
+AS_THIN = "as thin as an adapter: leave it"
+"""The end of the remedy for a matmul that FP8 would not make faster in any model."""
 
 Name = TypeVar("Name")
 
@@ -111,7 +114,8 @@ class AuditReport(Report):
     def assert_fp8(self, except_for: Sequence[str] = (), *, fp8_share: float | None = None) -> None:
         """Raise unless every matmul with a weight ran in FP8; for tests of a model.
 
-        Attention, batched matmuls of two activations, and what a ``note`` explains may run in high
+        Attention, batched matmuls of two activations, what a ``note`` explains, and matmuls whose
+        ``remedy`` is to leave them, since they are as thin as an adapter, may run in high
         precision. With ``fp8_share`` other matmuls may, too, as long as FP8 has this share of all
         FLOPs; those that should have been FP8 (:attr:`marked`) and ops that may hide matmuls still
         raise.
@@ -128,14 +132,28 @@ class AuditReport(Report):
                 matmul ran in FP8, or FP8 has a smaller share. The message names the modules, and
                 what would convert them.
             TypeError: ``except_for`` is no list of str, or ``fp8_share`` no number.
-            ValueError: ``fp8_share`` is not above 0 and at most 1.
+            ValueError: a pattern in ``except_for`` names no module of this report; ``fp8_share`` is
+                not above 0 and at most 1.
         """
         patterns = check_patterns(except_for, "except_for", "lm_head")
+        names = list(dict.fromkeys(x.module for x in (*self.entries, *self.hidden)))
+        unknown = [x for x in patterns if not any(matching(name, [x]) for name in names)]
+        if unknown:
+            raise ValueError(
+                f"except_for pattern {unknown[0]!r} matches no module that ran a matmul: expected "
+                f"a pattern of the names in this report or of modules above them; these names end "
+                f"in {ends_of(names)}"
+            )
         counted = [entry for entry in self.entries if not matching(entry.module, patterns)]
         hidden = [x for x in self.hidden if x.weight and not matching(x.module, patterns)]
         missed = "" if fp8_share is None else _missed(fp8_share, counted)
         all_must = fp8_share is None or missed
-        entries = [entry for entry in counted if entry.reason or (all_must and _why(entry))]
+        # a share that is missed is explained by all that is in high precision
+        entries = [
+            entry
+            for entry in counted
+            if entry.reason or (all_must and _why(entry) and (missed or not _is_thin(entry)))
+        ]
         lines = [str(self._in_high_precision(entries))] if entries else []
         lines += [f"{missed}. All matmuls: {self._totals()}"] if missed else []
         lines += [f"{x}, reads {x.weight}, and may run matmuls that are not shown" for x in hidden]
@@ -222,6 +240,10 @@ def _why(entry: AuditedMatmul) -> str:
         return ""
     no_weight = f"reads the buffer {entry.weight}" if entry.weight else "reads no parameter"
     return entry.reason or entry.remedy or no_weight
+
+
+def _is_thin(entry: AuditedMatmul) -> bool:
+    return entry.remedy.endswith(AS_THIN)
 
 
 def _cells(entry: AuditedMatmul) -> tuple[Any, ...]:

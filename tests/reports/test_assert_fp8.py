@@ -211,7 +211,7 @@ def test_what_fails(case: str) -> None:
     use, text = FAILS[case]
     report = audit(Other(use), X)
     assert text in complaint(report)
-    report.assert_fp8(["(model)", "plain"])
+    report.assert_fp8(["plain" if text == "plain " else "(model)"])
 
 
 def attention(m: Any, x: Tensor) -> Tensor:
@@ -338,6 +338,41 @@ def test_marked_matmuls_fail_whatever_share_is_asked_for(case: str) -> None:
         report.assert_fp8(fp8_share=0.01)
 
 
+class Adapted(nn.Module):
+    """A linear layer with an adapter, all of whose matmuls carry the name of the layer."""
+
+    def __init__(self, size: int, rank: int) -> None:
+        super().__init__()
+        self.base = nn.Linear(size, size)
+        convert(self, skip_small=False)
+        self.lora_A = nn.Linear(size, rank, bias=False)
+        self.lora_B = nn.Linear(rank, size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.base(x)
+        return y + F.linear(F.linear(x, self.lora_A.weight), self.lora_B.weight)
+
+
+def test_matmuls_as_thin_as_an_adapter_may_run_in_high_precision() -> None:
+    x = randn(8, 256, dtype=torch.float32, grad=True)
+    report = audit(Adapted(256, 127), x)
+    assert {e.module for e in report.entries if e.precision != "FP8"} == {"(model)"}
+    assert str(report).count("as thin as an adapter: leave it") == 2  # still shown
+    report.assert_fp8()
+    # they count in the share, and then explain it
+    assert report.fp8_share == 256 / (256 + 2 * 127)
+    report.assert_fp8(fp8_share=0.5)
+    with pytest.raises(AssertionError, match=r"as thin as an adapter(?s:.)*asks for 51\.0%"):
+        report.assert_fp8(fp8_share=0.51)
+
+
+def test_wide_adapters_and_small_layers_fail() -> None:
+    wide = audit(Adapted(256, 128), randn(8, 256, dtype=torch.float32, grad=True))
+    assert "as thin as" not in complaint(wide)
+    short = audit(Adapted(255, 8), randn(8, 255, dtype=torch.float32, grad=True))
+    assert "convert(model, skip_small=False)" in complaint(short)
+
+
 @pytest.mark.filterwarnings("ignore:no weight of this")
 def test_a_share_needs_matmuls_in_fp8() -> None:
     report = audit(Model(), TOKENS)
@@ -360,6 +395,28 @@ def test_a_share_needs_matmuls_in_fp8() -> None:
 def test_a_share_is_a_number_up_to_1(wrong: Any, kind: type[Exception]) -> None:
     with pytest.raises(kind, match=r"^fp8_share=.*e\.g\. 0\.9"):
         audit(nn.ReLU(), X).assert_fp8(fp8_share=wrong)
+
+
+def test_patterns_must_match_a_module_of_the_report() -> None:
+    report = audit(Other(lambda m, x: x @ m.table), X)
+    for names in (["lin", "palin"], ["palin"]):
+        with pytest.raises(ValueError) as error:
+            report.assert_fp8(names)
+        assert str(error.value) == (
+            "except_for pattern 'palin' matches no module that ran a matmul: expected a pattern of "
+            "the names in this report or of modules above them; these names end in lin, (model)"
+        )
+    report.assert_fp8(["(model)"])  # a name that the message lists
+
+
+def test_modules_of_hidden_matmuls_are_in_the_report() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.LSTM(64, 64))
+    convert(model, skip_small=False)
+    with torch.no_grad():
+        report = audit(model, X)
+    assert {e.module for e in report.entries} == {"0"}
+    with pytest.raises(ValueError, match=r"names end in 0, 1$"):
+        report.assert_fp8(["2"])
 
 
 @pytest.mark.parametrize("wrong", ["lm_head", 3, [nn.Linear(2, 2)]])
