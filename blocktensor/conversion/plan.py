@@ -169,20 +169,28 @@ def heads_of(model: nn.Module) -> dict[nn.Module, str]:
     A linear layer is a head if
 
     - it has as many outputs as an embedding of the model has entries (and not as many inputs), and
-      is not part of a repeated block, or
+      its weight is tied to an embedding, or it is not part of a repeated block and no other layer
+      of this size may be the head, except for entries of the same ``nn.ModuleList``, or
     - it has one of the usual names, is not part of a repeated block, and its parent also holds the
       body of the model (a module with children, or an embedding), or
     - it is part of a repeated block, and has both the name and the size (multi-token prediction).
+
+    A layer of this size that is tied or has a usual name is the head rather than others. A table
+    of positions is an embedding too, so that feed-forward layers may have its size by chance.
 
     A part of a repeated block lies below an entry of an ``nn.ModuleList``, or of another container
     with several entries of one class.
     """
     modules = dict(model.named_modules())
-    vocabularies: dict[int, str] = {}
+    vocabularies: dict[int, str] = {}  # the reason, by the number of entries
     for name, module in modules.items():
         if isinstance(module, nn.Embedding):
-            vocabularies.setdefault(module.num_embeddings, name)
+            n = module.num_embeddings
+            vocabularies.setdefault(n, f"lm head: {n} outputs, the entries of {name!r}")
+    embedded = {id(x.weight) for x in modules.values() if isinstance(x, nn.Embedding)}
     heads: dict[nn.Module, str] = {}
+    sure: set[int] = set()  # sizes of heads that are tied or named
+    by_size: dict[int, dict[str, list[nn.Module]]] = defaultdict(lambda: defaultdict(list))
     for name, module in modules.items():
         if not is_linear(module) or why_unconvertible(module, "weight") is not None:
             continue
@@ -192,11 +200,26 @@ def heads_of(model: nn.Module) -> dict[nn.Module, str]:
         else:
             _, n, k = Matrix(name, "weight", module).sizes
         has_size = n in vocabularies and n != k
-        if has_size and (is_named or not _is_repeated(name, modules)):
-            heads[module] = f"lm head: {n} outputs, the entries of {vocabularies[n]!r}"
-        elif is_named and not _is_repeated(name, modules) and _is_beside_body(name, modules):
+        is_repeated = _is_repeated(name, modules)
+        if has_size and (is_named or id(module.weight) in embedded):
+            sure.add(n)
+            heads[module] = vocabularies[n]
+        elif has_size and not is_repeated:
+            by_size[n][_list_of(name, modules)].append(module)
+        elif is_named and not is_repeated and _is_beside_body(name, modules):
             heads[module] = "lm head: by name and place"
+    for n, lists in by_size.items():
+        if n not in sure and len(lists) == 1:
+            heads.update((module, vocabularies[n]) for module in next(iter(lists.values())))
     return heads
+
+
+def _list_of(name: str, modules: Mapping[str, nn.Module]) -> str:
+    """Return the name of the list that a layer is a numbered entry of, else its own name."""
+    parent, _, last = name.rpartition(".")
+    # layers of an nn.Sequential follow each other: they are not heads of one body
+    is_entry = last.isdigit() and not isinstance(modules[parent], nn.Sequential)
+    return parent if is_entry else name
 
 
 def _is_repeated(name: str, modules: Mapping[str, nn.Module]) -> bool:

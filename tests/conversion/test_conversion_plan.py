@@ -81,12 +81,31 @@ VIT = "vit.layers.0.attention.output[D,D] vit.layers.0.mlp.head[D,D] "
         ("layers.0.q[D,D] pool.q[D,D] pool.output[D,D]", ""),  # attention beside the body
         ("embed[V] up[D,D] output[2,D]", "output"),  # an embedding is a body
         ("embed[V] heads.0[V,D] heads.1[V,D]", "heads.0 heads.1"),
+        # a table of as many positions as a feed-forward layer has outputs
+        ("embed[V] pos[80] a.up[80,D] a.down[D,80] b.up[80,D] b.down[D,80] proj[V,D]", "proj"),
+        ("embed[V] pos[80] a.up[80,D] heads.0[80,D] heads.1[80,D] proj[V,D]", "proj"),
+        ("embed[V] a.up[V,D] b.up[V,D] c.output[V,D]", "c.output"),
+        ("embed[V] up[V,D] output[V,D]", "output"),
+        ("embed[V] up[V,D] proj[80,D]", "up"),  # one layer of this size
         ("embed[D] layers.0.q[D,D] proj[D,D]", ""),  # as wide as its vocabulary
         ("embed[D] layers.0.output[D,D] head[D,D]", "head"),  # and by name
     ],
 )
 def test_the_heads_of_known_models(leaves: str, heads: str) -> None:
     assert head_names(tree(leaves)) == heads.split()
+
+
+def test_a_tied_layer_is_the_head_rather_than_others_of_its_size() -> None:
+    model: Any = tree("embed[V] up[V,D] proj[V,D]")
+    assert head_names(model) == []
+    model.proj.weight = model.embed.weight
+    assert head_names(model) == ["proj"]
+
+
+def test_layers_that_follow_each_other_are_no_heads_by_their_size() -> None:
+    up, down, again = nn.Linear(DIM, 96), nn.Linear(96, DIM), nn.Linear(DIM, 96)
+    assert heads_of(nn.Sequential(nn.Embedding(96, DIM), up, down)).keys() == {up}
+    assert heads_of(nn.Sequential(nn.Embedding(96, DIM), up, down, again)) == {}
 
 
 NAMES = "lm_head output output_layer head embed_out output_projection logits proj_out classifier"
