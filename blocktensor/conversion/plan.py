@@ -130,10 +130,10 @@ def _why_left(linear: Matrix, tied: Sequence[Matrix], choices: Choices) -> str |
             )
         if not wanted:
             return "filter"
-    return None if is_fp8 or is_lazy(weight) else _why_small(linear, choices)
+    return None if is_fp8 or is_lazy(weight) else why_small(linear, choices)
 
 
-def _why_small(linear: Matrix, choices: Choices) -> str | None:
+def why_small(linear: Matrix, choices: Choices) -> str | None:
     """Return why the matmuls with a weight would be slower in FP8; None if they would not."""
     if choices.small is False:
         return None

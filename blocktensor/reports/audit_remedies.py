@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from ..conversion.fast_path import fast_paths
-from ..conversion.plan import NO_FAST_PATH, Choices, decide, heads_of
+from ..conversion.plan import NO_FAST_PATH, Choices, decide, heads_of, why_small
 from ..model.matrix import Matrix, matrices_of
 from ..model.names import stacks_like
 from ..model.running_module import without_wrappers
@@ -23,16 +23,20 @@ def remedies(model: nn.Module) -> dict[str, str]:
     """
     matrices = matrices_of(model, {})
     paths = fast_paths(matrix.parameter.device for matrix in matrices)
-    decide(matrices, Choices(None, None, {}, True, heads_of(model), False, paths))
+    choices = Choices(None, None, {}, True, heads_of(model), False, paths)
+    decide(matrices, choices)
+    # convert has then not left others for their size alone
+    has_small = any(x.fp8 is not None and why_small(x, choices) is not None for x in matrices)
     reasons: dict[int, str] = {}
     for matrix in sorted(matrices, key=lambda matrix: matrix.unconvertible is not None):
         if not matrix.in_fp8 or matrix.is_chosen:
-            reasons.setdefault(id(matrix.parameter), _remedy(matrix, matrices, model))
+            reasons.setdefault(id(matrix.parameter), _remedy(matrix, matrices, model, has_small))
     named = model.named_parameters(remove_duplicate=False)
     return {without_wrappers(name): reasons[id(x)] for name, x in named if id(x) in reasons}
 
 
-def _remedy(matrix: Matrix, matrices: list[Matrix], model: nn.Module) -> str:
+def _remedy(matrix: Matrix, matrices: list[Matrix], model: nn.Module, has_small: bool) -> str:
+    """Return the reason and the remedy; ``has_small``: some FP8 weights are small."""
     if matrix.why is None:
         return "convert(model) would convert it"
     if matrix.is_unknown_stack:
@@ -47,6 +51,8 @@ def _remedy(matrix: Matrix, matrices: list[Matrix], model: nn.Module) -> str:
         thin, wide = sorted(matrix.sizes[-2:])
         if thin < BLOCK and wide >= _LEAST_WIDTH:
             return f"{why}, {AS_THIN}"
+        if has_small:
+            return "not converted: convert(model, skip_small=False) would convert it"
         return f"{why}: convert(model, skip_small=False)"
     if kind == "lm head":
         return f"{why}: convert(model, convert_head=True)"

@@ -61,8 +61,13 @@ def test_weights_that_skip_leaves_fail() -> None:
     convert(model, skip=["*.up"], skip_small=False)
     report = audit(model, TOKENS)
     assert report.fp8_share > 0.4
-    assert "blocks.*.up (2)" in complaint(report, "lm_head")
+    *_, row = complaint(report, "lm_head").splitlines()
+    assert row.startswith("blocks.*.up (2)")
+    remedy = "convert(model, skip_small=False)"
+    assert row.endswith(f"  not converted: {remedy} would convert it")  # not: small
     report.assert_fp8(["lm_head", "*.up"])
+    convert(model, skip_small=False)  # as the message says
+    audit(model, TOKENS).assert_fp8(["lm_head"])
 
 
 def test_no_matmul_fails() -> None:
