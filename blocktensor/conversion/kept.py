@@ -32,6 +32,10 @@ _SAME = 2**-5
 """Relative difference below which values are one FP8 number: neighbors differ by 2^-4 or more."""
 
 
+_NOISE = 2**-3
+"""Part of the least step in a block that is no change: a merge that is undone leaves as much."""
+
+
 class Origin(NamedTuple):
     """The frozen form from which a master was made.
 
@@ -86,9 +90,10 @@ class Kept:
         now = _sample(master, is_columnwise).float()
         # a change of the dtype is no change of values
         converted = [old, *(old.to(dtype).float() for dtype in (torch.bfloat16, torch.float16))]
-        new = _sample_of_form(form).to(master.dtype).float() - old
+        rounded, step = _sample_of_form(form)
+        new = rounded.to(master.dtype).float() - old
         moved = torch.stack([now != each for each in converted]).all(0)
-        moved &= now.isfinite() & new.isfinite()
+        moved &= now.isfinite() & new.isfinite() & ((now - old).abs() > _NOISE * step)
         change, new = ((now - old).where(moved, 0), new.where(moved, 0))
         places = master.numel() / max(1, len(old))
         same = moved & (new.abs() <= _SAME * old.abs())
@@ -102,7 +107,7 @@ class Kept:
         if self._change == 0 or (share := self._kept / self._change) >= ENOUGH:
             return
         warnings.warn(
-            f"{caller} keeps {share:.0%} of what was added to the weights since unfreeze: "
+            f"{caller} keeps {max(share, 0):.0%} of what was added to the weights since unfreeze: "
             f"{self._same / self._moved:.0%} of the values that changed round to the FP8 numbers "
             f"that they were. Store the weights in high precision, or round at random: "
             f'blocktensor.freeze(model, rounding="stochastic")',
@@ -165,8 +170,11 @@ def _sample(master: Tensor, is_columnwise: bool) -> Tensor:
     return values[_indices(values.shape, values.device)]
 
 
-def _sample_of_form(form: Quantized) -> Tensor:
+def _sample_of_form(form: Quantized) -> tuple[Tensor, Tensor]:
+    """Return a sample of the values, and the least steps between values in their blocks."""
     data, scale, format = form
     places = _indices(data.shape, data.device)
     blocks = *places[:-2], places[-2] // format.rows, places[-1] // format.cols
-    return data.view(torch.uint8)[places].view(format.dtype).float() * scale[blocks]
+    values = data.view(torch.uint8)[places].view(format.dtype).float()
+    numbers = torch.finfo(format.dtype)
+    return values * scale[blocks], numbers.smallest_normal * numbers.eps * scale[blocks]

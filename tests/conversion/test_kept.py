@@ -19,6 +19,8 @@ from tests.support.moe_models import BatchedMoE
 SMALL = 2e-5
 """A change of the weights below that is a hundredth of a step of FP8, or less."""
 
+WITH_NOISE = "merged and unmerged"
+
 
 def models() -> dict[str, nn.Module]:
     made = {
@@ -189,7 +191,7 @@ def test_what_is_not_finite_is_left_out() -> None:
         freeze(model)
 
 
-@pytest.mark.parametrize("way", ["unchanged", "trained", "never frozen", "at random", "moved"])
+@pytest.mark.parametrize("way", ["unchanged", "trained", "never frozen", "at random", "moved", WITH_NOISE])
 def test_nothing_is_said_where_nothing_is_lost(way: str, tmp_path: Path) -> None:
     model = nn.Linear(256, 256, bias=False)
     if way == "never frozen":
@@ -200,6 +202,12 @@ def test_nothing_is_said_where_nothing_is_lost(way: str, tmp_path: Path) -> None
         change(model, 0.01)
     elif way == "moved":
         model.bfloat16().float()
+    elif way == WITH_NOISE:
+        old = model.weight.detach().clone()
+        change(model, 0.02)
+        with torch.no_grad():
+            model.weight -= randn(256, 256, seed=100, dtype=torch.float32) * 0.02
+        assert (model.weight.detach() != old).float().mean() > 0.1
     elif way != "unchanged":
         change(model, SMALL)
     with warnings.catch_warnings():
@@ -207,6 +215,17 @@ def test_nothing_is_said_where_nothing_is_lost(way: str, tmp_path: Path) -> None
         if way != "at random":
             save_fp8(model, tmp_path)
         freeze(model, rounding="stochastic" if way == "at random" else "nearest")
+
+
+def test_a_share_is_not_negative() -> None:
+    model = nn.Linear(128, 128, bias=False)
+    unfrozen(model)
+    with torch.no_grad():
+        is_largest = model.weight.abs() == model.weight.abs().max()
+        # all grow; the scale, and with it all values in FP8, become smaller
+        model.weight *= torch.where(is_largest, 1 - 2**-9, 1 + 2**-12)
+    with pytest.warns(UserWarning, match="freeze keeps 0% of"):
+        freeze(model)
 
 
 @pytest.mark.parametrize("data", [False, True])
