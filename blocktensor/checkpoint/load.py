@@ -72,12 +72,15 @@ class LoadReport(Report):
             f"{len(self.fp8)} loaded in FP8, {len(self.plain)} in the model's dtype; "
             f"{len(self.missing)} missing, {len(self.unexpected)} unexpected"
         )
-        hint = _other_prefix(self.missing, self.unexpected)
+        hint = _other_prefix(self.missing, self.unexpected, not (self.fp8 or self.plain))
         return [Table(("tensor", "outcome", "as"), rows), f"{summary}{hint}"]
 
 
-def _other_prefix(missing: Sequence[str], unexpected: Sequence[str]) -> str:
-    """Return a hint if most names are missing because the checkpoint has another prefix."""
+def _other_prefix(missing: Sequence[str], unexpected: Sequence[str], misses_all: bool) -> str:
+    """Return a hint if most names are missing because the checkpoint has another prefix.
+
+    ``misses_all``: no tensor has a name of the model.
+    """
     ends = defaultdict(list)
     for name in unexpected:
         for begin, end in _cuts(name):
@@ -85,10 +88,16 @@ def _other_prefix(missing: Sequence[str], unexpected: Sequence[str]) -> str:
     pairs: Counter[tuple[str, str]] = Counter()
     for name in missing:
         found = next((cut for cut in _cuts(name) if cut[1] in ends), None)
-        if found is not None and found[1].count(".") > 1:  # more than the name of one parameter
-            pairs.update((found[0], other) for other in ends[found[1]])
-    ((own, stored), count), *_ = pairs.most_common(1) or [(("", ""), 0)]
-    if 2 * count < max(4, len(missing)):
+        if found is None:
+            continue
+        own, end = found
+        for stored in ends[end]:
+            # other names may by chance end as one parameter does, or be one module of many
+            if end.count(".") > 1 or (misses_all and not (own and stored)):
+                pairs[own, stored] += 1
+    most, second, *_ = [*pairs.most_common(2), (("", ""), 0), (("", ""), 0)]
+    (own, stored), count = most
+    if 2 * count < max(1 if misses_all else 4, len(missing)) or count == second[1]:
         return ""
     what = f"the model's {own!r}" if own else "the model"
     if not stored:
@@ -198,11 +207,12 @@ def load_fp8(
     with without_adapters(model):
         report = _load_folder(model, folder, strict, device, recipe, trainable, progress)
     if all(fp8_part(x) is None for x in model.parameters()):
+        hint = _other_prefix(report.missing, report.unexpected, not report.plain)
+        remedy = "; blocktensor.convert converts the model" if report.plain else ""
         warnings.warn(
             f"no weight of this {kind_of(model)} is in FP8: of {folder} {len(report.plain)} "
             f"tensors are loaded in high precision, {len(report.missing)} of the model's are "
-            f"missing{_other_prefix(report.missing, report.unexpected)}; blocktensor.convert "
-            f"converts the model",
+            f"missing{hint}{remedy}",
             stacklevel=2,
         )
     return report
@@ -234,7 +244,7 @@ def _load_folder(
             raise CheckpointError(
                 f"{folder}: does not fit the model: {_counted('missing', missing)}, "
                 f"{_counted('unexpected', unexpected)}; strict=False loads what fits"
-                f"{_other_prefix(missing, unexpected)}"
+                f"{_other_prefix(missing, unexpected, not matched.sources)}"
             )
         stored = {name: (entries[name], module) for name, module in states.items()}
         plan = _planned(targets, matched, stored, recipe, lambda x: trainable and x.requires_grad)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -12,15 +13,17 @@ from torch import Tensor, nn
 
 pytest.importorskip("safetensors")
 
-from blocktensor import BlockwiseFP8Tensor, convert, load_fp8, save_fp8
+from blocktensor import BlockwiseFP8Tensor, convert, freeze, load_fp8, save_fp8
 from tests.support.checkpoint_experts import rewrite
 from tests.support.checkpoint_models import (
     TARGETS,
     VOCABULARY,
     assert_refused,
+    assert_same,
     bits,
     filled,
     folder,
+    state,
 )
 
 __all__ = ["folder"]
@@ -127,3 +130,51 @@ def test_names_below_another_module(tmp_path: Path) -> None:
     load_fp8(holder, tmp_path / "fp8", strict=False)
     for found, data in zip(text.model.layers, wanted, strict=True):
         assert torch.equal(bits(found.weight.rowwise().data), bits(data))
+
+
+def layers(bias: bool = True) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(128, 256, bias=bias), nn.SiLU(), nn.Linear(256, 128, bias=bias))
+
+
+def below(name: str, model: nn.Module) -> nn.Module:
+    holder = nn.Module()
+    holder.add_module(name, model)
+    return holder
+
+
+@pytest.mark.parametrize("name", ["_orig_mod", "module"])
+@pytest.mark.parametrize("source", [layers(), nn.Linear(128, 128, bias=False)], ids=["layers", "1"])
+def test_a_small_model_of_other_names(name: str, source: nn.Module, tmp_path: Path) -> None:
+    """Names that torch.compile and DDP make; the remedies are those of the messages."""
+    model, wrapped = copy.deepcopy(source), below(name, copy.deepcopy(source))
+    convert(wrapped, skip_small=False)
+    freeze(wrapped)
+    save_fp8(wrapped, tmp_path / "wrapped")
+    hint = f"; the names of the model begin with '{name}' in the checkpoint: make the model the "
+    assert_refused(tmp_path / "wrapped", model, hint)
+    with pytest.warns(UserWarning, match=hint) as found:
+        assert hint in str(load_fp8(model, tmp_path / "wrapped", strict=False))
+    assert "convert" not in str(found[0].message)
+    load_fp8(below(name, model), tmp_path / "wrapped", strict=False)
+    assert_same(state(below(name, model)), state(wrapped))
+
+    save_fp8(model, tmp_path / "alone")
+    other = below(name, copy.deepcopy(source))
+    hint = f"; the checkpoint is of the model's '{name}' alone: load into that"
+    assert_refused(tmp_path / "alone", other, hint)
+    load_fp8(other.get_submodule(name), tmp_path / "alone")
+
+
+def test_no_prefix_is_guessed(tmp_path: Path) -> None:
+    source = layers()
+    convert(source, skip_small=False)
+    save_fp8(source, tmp_path / "fp8")
+    one = nn.Linear(128, 128)  # it may be either layer
+    with pytest.warns(UserWarning, match=r"2 of the model's are missing$"):
+        load_fp8(one, tmp_path / "fp8", strict=False)
+    # one layer of another name, in a model whose other names fit
+    renamed = nn.Sequential(source[0], nn.SiLU(), below("2", source[2]))
+    save_fp8(renamed, tmp_path / "renamed")
+    report = load_fp8(layers(), tmp_path / "renamed", strict=False)
+    assert report.missing == ("2.weight", "2.bias")
+    assert str(report).endswith("; 2 missing, 2 unexpected")
