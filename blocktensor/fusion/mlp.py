@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from .. import functional
 from ..autograd.plan import autocast_dtype, difference_of
 from ..model.running_module import is_watched
-from ..model.weights import kind_of
+from ..model.weights import unsharded_class
 from ..ops.producers.activations import ACTIVATIONS, ActivationName
 from ..sharding.dtensor import fp8_part
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
@@ -164,6 +164,14 @@ class Gated(Pattern):
         return None
 
 
+def _why_no_linear(name: str, module: Any) -> str:
+    kind = unsharded_class(module) if isinstance(module, nn.Module) else type(module)
+    label = f"{kind.__module__}.{kind.__name__}"
+    if label.startswith("peft."):  # the class of an adapter may be called Linear too
+        return f"{name} is wrapped by an adapter of peft, {label}"
+    return f"{name} is a {label}, not an nn.Linear"
+
+
 class MLP(Gated):
     """A gated MLP of linear layers."""
 
@@ -182,7 +190,7 @@ class MLP(Gated):
         for name in linears:
             linear: Any = module._modules[name]
             if not isinstance(linear, nn.Linear):
-                return f"{name} is a {kind_of(linear)}, not an nn.Linear"
+                return _why_no_linear(name, linear)
         return super()._why_unlike(module, linears, act)
 
     def why_not(self, module: Any, *args: Any) -> str | None:
@@ -202,7 +210,7 @@ class MLP(Gated):
         for name in self.linears:
             linear: Any = module._modules.get(name)
             if not isinstance(linear, nn.Linear) or type(linear).forward is not nn.Linear.forward:
-                return f"{name} is a {type(linear).__name__}, not an nn.Linear"
+                return _why_no_linear(name, linear)
             weight = linear._parameters.get("weight")
             is_fp8 = isinstance(weight, (BlockwiseFP8Weight, BlockwiseFP8Tensor))
             held[name] = weight if is_fp8 else None

@@ -119,7 +119,7 @@ has more than linear layers and an activation: drop
 has more than linear layers and an activation: act_fn
 has more than linear layers and an activation: act_fn
 up_proj is not in FP8
-up_proj is a Identity, not an nn.Linear
+up_proj is a torch.nn.modules.linear.Identity, not an nn.Linear
 its forward was replaced on the instance
 its linear layers have scale='fp32' and 'power_of_two'
 weight gradients read high precision (wgrad_input='high_precision')
