@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ..conversion.kept import warn_of_lost_changes
+from ..model.names import check_module
 from ..model.progress import check_progress
 from ..ops.formats import MXFP4_GROUP
 from .described import Described
@@ -64,6 +65,7 @@ def save_mxfp4(
         >>> blocktensor.load_fp8(fresh, folder, recipe=recipe).rounded
         {}
     """
+    check_module(model, "save_mxfp4")  # before its path, which may be the model
     folder = Folder("save_mxfp4", Path(path), max_shard_bytes, overwrite, progress)
     folder.check()
     check_progress(progress)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, NoReturn
 from torch import Tensor, nn
 
 from ..conversion.kept import warn_of_lost_changes
+from ..model.names import check_module
 from ..model.progress import check_progress, progress_bar
 from ..sharding.ranks import Ranks
 from ..tensor.base import TORCH_FUNCTIONS, implements
@@ -102,6 +103,7 @@ def save_fp8(
         >>> sorted(path.name for path in folder.iterdir())
         ['config.json', 'model-00001-of-00001.safetensors', 'model.safetensors.index.json']
     """
+    check_module(model, "save_fp8")  # before its path, which may be the model
     folder = Folder("save_fp8", Path(path), max_shard_bytes, overwrite, progress)
     folder.check()
     check_progress(progress)

@@ -18,7 +18,7 @@ from expecttest import assert_expected_inline
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file, save_model
 
-from blocktensor import BlockwiseFP8Tensor, Recipe, convert, load_fp8, save_fp8
+from blocktensor import BlockwiseFP8Tensor, Recipe, convert, load_fp8, save_fp8, save_mxfp4
 from blocktensor.checkpoint import export
 from blocktensor.checkpoint.names import possible_names, whole
 from blocktensor.ops import reference
@@ -149,6 +149,14 @@ def test_what_cannot_be_saved(tmp_path: Path) -> None:
     for kind, model, options, message in cases:
         with pytest.raises(kind, match=message):
             save_fp8(model, tmp_path / "a", **options)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("save_to", [save_fp8, save_mxfp4])
+def test_a_folder_in_the_place_of_the_model(save_to: Any, tmp_path: Path) -> None:
+    message = rf"^{save_to.__name__} takes a model, an nn\.Module: got a str$"
+    with pytest.raises(TypeError, match=message):
+        save_to(str(tmp_path / "a"), filled())
     assert list(tmp_path.iterdir()) == []
 
 
