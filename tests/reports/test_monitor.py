@@ -8,6 +8,7 @@ import math
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from pathlib import Path
 from statistics import median
 from threading import Event
 from typing import Any
@@ -232,6 +233,51 @@ def test_several_forwards_are_measured_together(factor: int) -> None:
         for x in (a, b):
             model(x).sum().backward()
     assert_close(measured(health)["q"]["x"], by_hand(torch.cat([a, b]), Recipe().activation_format))
+
+
+class Regression(nn.Module):
+    """A model as transformers' Trainer takes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = linear(128, 128, dtype=torch.float32)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"loss": self.up(x).square().mean()}
+
+
+@pytest.mark.parametrize(("accumulated", "steps"), [(1, 12), (4, 4)])
+def test_a_trainer_counts_steps_of_the_optimizer(
+    accumulated: int, steps: int, tmp_path: Path
+) -> None:
+    """The callback of the guide; in each of two epochs 4 batches and 2 are accumulated."""
+    transformers = pytest.importorskip("transformers")
+    model = Regression()
+    health = monitor(model, every=1)
+
+    class Watch(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+            health.__enter__()
+
+        def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+            health.__exit__(None, None, None)
+
+    arguments = transformers.TrainingArguments(
+        str(tmp_path),
+        num_train_epochs=2,
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=accumulated,
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+        save_strategy="no",
+    )
+    data = [{"x": row} for row in randn(6, 128, dtype=torch.float32)]
+    trainer = transformers.Trainer(model, arguments, train_dataset=data, callbacks=[Watch()])
+    trainer.train()
+    assert health.step == trainer.state.global_step == steps
+    assert [figures.keys() for figures in health.health().values()] == [{"up"}] * steps
+    assert all({"x", "w", "g"} == figures["up"].keys() for figures in health.health().values())
 
 
 def test_experts() -> None:
