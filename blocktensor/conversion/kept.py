@@ -31,7 +31,6 @@ BLOCKS_AT_ONCE = 8
 _SAME = 2**-5
 """Relative difference below which values are one FP8 number: neighbors differ by 2^-4 or more."""
 
-
 _NOISE = 2**-3
 """Part of the least step in a block that is no change: a merge that is undone leaves as much."""
 

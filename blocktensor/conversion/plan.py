@@ -200,13 +200,12 @@ def heads_of(model: nn.Module) -> dict[nn.Module, str]:
         else:
             _, n, k = Matrix(name, "weight", module).sizes
         has_size = n in vocabularies and n != k
-        is_repeated = _is_repeated(name, modules)
         if has_size and (is_named or id(module.weight) in embedded):
             sure.add(n)
             heads[module] = vocabularies[n]
-        elif has_size and not is_repeated:
+        elif has_size and not _is_repeated(name, modules):
             by_size[n][_list_of(name, modules)].append(module)
-        elif is_named and not is_repeated and _is_beside_body(name, modules):
+        elif is_named and not _is_repeated(name, modules) and _is_beside_body(name, modules):
             heads[module] = "lm head: by name and place"
     for n, lists in by_size.items():
         if n not in sure and len(lists) == 1:

@@ -136,7 +136,7 @@ class AuditReport(Report):
                 not above 0 and at most 1.
         """
         patterns = check_patterns(except_for, "except_for", "lm_head")
-        names = list(dict.fromkeys(x.module for x in (*self.entries, *self.hidden)))
+        names = [*(x.module for x in self.entries), *(x.module for x in self.hidden)]
         unknown = [x for x in patterns if not any(matching(name, [x]) for name in names)]
         if unknown:
             raise ValueError(

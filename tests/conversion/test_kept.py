@@ -191,7 +191,9 @@ def test_what_is_not_finite_is_left_out() -> None:
         freeze(model)
 
 
-@pytest.mark.parametrize("way", ["unchanged", "trained", "never frozen", "at random", "moved", WITH_NOISE])
+@pytest.mark.parametrize(
+    "way", ["unchanged", "trained", "never frozen", "at random", "moved", WITH_NOISE]
+)
 def test_nothing_is_said_where_nothing_is_lost(way: str, tmp_path: Path) -> None:
     model = nn.Linear(256, 256, bias=False)
     if way == "never frozen":

@@ -405,7 +405,7 @@ def test_a_share_is_a_number_up_to_1(wrong: Any, kind: type[Exception]) -> None:
 def test_patterns_must_match_a_module_of_the_report() -> None:
     report = audit(Other(lambda m, x: x @ m.table), X)
     for names in (["lin", "palin"], ["palin"]):
-        with pytest.raises(ValueError, match="^except_for pattern") as error:
+        with pytest.raises(ValueError, match=r"^except_for pattern") as error:
             report.assert_fp8(names)
         assert str(error.value) == (
             "except_for pattern 'palin' matches no module that ran a matmul: expected a pattern of "
