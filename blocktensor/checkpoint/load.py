@@ -72,15 +72,22 @@ class LoadReport(Report):
             f"{len(self.fp8)} loaded in FP8, {len(self.plain)} in the model's dtype; "
             f"{len(self.missing)} missing, {len(self.unexpected)} unexpected"
         )
-        hint = _other_prefix(self.missing, self.unexpected, not (self.fp8 or self.plain))
+        hint = _hint_of(self.missing, self.unexpected, not (self.fp8 or self.plain))
         return [Table(("tensor", "outcome", "as"), rows), f"{summary}{hint}"]
 
 
-def _other_prefix(missing: Sequence[str], unexpected: Sequence[str], misses_all: bool) -> str:
-    """Return a hint if most names are missing because the checkpoint has another prefix.
+def _hint_of(missing: Sequence[str], unexpected: Sequence[str], misses_all: bool) -> str:
+    """Return a hint if names are missing because of adapters, or because of another prefix.
 
     ``misses_all``: no tensor has a name of the model.
     """
+    model_is_adapted, stored_is_adapted = (
+        any(".base_layer." in name for name in names) for names in (missing, unexpected)
+    )
+    if model_is_adapted and not stored_is_adapted:
+        return "; the model has adapters of peft: load into it before get_peft_model"
+    if stored_is_adapted and not model_is_adapted:
+        return "; the checkpoint has adapters of peft: load it into a model with the same adapters"
     ends = defaultdict(list)
     for name in unexpected:
         for begin, end in _cuts(name):
@@ -207,7 +214,7 @@ def load_fp8(
     with without_adapters(model):
         report = _load_folder(model, folder, strict, device, recipe, trainable, progress)
     if all(fp8_part(x) is None for x in model.parameters()):
-        hint = _other_prefix(report.missing, report.unexpected, not report.plain)
+        hint = _hint_of(report.missing, report.unexpected, not report.plain)
         remedy = "; blocktensor.convert converts the model" if report.plain else ""
         warnings.warn(
             f"no weight of this {kind_of(model)} is in FP8: of {folder} {len(report.plain)} "
@@ -244,7 +251,7 @@ def _load_folder(
             raise CheckpointError(
                 f"{folder}: does not fit the model: {_counted('missing', missing)}, "
                 f"{_counted('unexpected', unexpected)}; strict=False loads what fits"
-                f"{_other_prefix(missing, unexpected, not matched.sources)}"
+                f"{_hint_of(missing, unexpected, not matched.sources)}"
             )
         stored = {name: (entries[name], module) for name, module in states.items()}
         plan = _planned(targets, matched, stored, recipe, lambda x: trainable and x.requires_grad)

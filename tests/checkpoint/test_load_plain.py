@@ -6,6 +6,7 @@ import copy
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -163,6 +164,26 @@ def test_a_small_model_of_other_names(name: str, source: nn.Module, tmp_path: Pa
     hint = f"; the checkpoint is of the model's '{name}' alone: load into that"
     assert_refused(tmp_path / "alone", other, hint)
     load_fp8(other.get_submodule(name), tmp_path / "alone")
+
+
+def test_adapters_are_named(tmp_path: Path) -> None:
+    """The remedies are those of the messages."""
+    peft = pytest.importorskip("peft")
+
+    def adapted(model: nn.Module) -> Any:
+        return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["0", "2"]))
+
+    source = layers().requires_grad_(False)
+    convert(source, skip_small=False)
+    save_fp8(source, tmp_path / "base")
+    model = layers()
+    hint = "; the model has adapters of peft: load into it before get_peft_model$"
+    assert_refused(tmp_path / "base", adapted(layers()), hint)
+    load_fp8(model, tmp_path / "base")
+    save_fp8(adapted(model), tmp_path / "adapted")
+    hint = "; the checkpoint has adapters of peft: load it into a model with the same adapters$"
+    assert_refused(tmp_path / "adapted", layers(), hint)
+    load_fp8(adapted(layers()), tmp_path / "adapted")
 
 
 def test_no_prefix_is_guessed(tmp_path: Path) -> None:
