@@ -10,7 +10,7 @@ from ..model.matrix import Matrix, matrices_of
 from ..model.names import stacks_like
 from ..model.running_module import without_wrappers
 from ..ops.formats import BLOCK
-from .audit_report import AS_THIN
+from .audit_report import LEAVE_IT
 
 _LEAST_WIDTH = 2 * BLOCK
 """The least long side of a matrix, thinner than a block, that is taken for an adapter's."""
@@ -39,6 +39,8 @@ def _remedy(matrix: Matrix, matrices: list[Matrix], model: nn.Module, has_small:
     """Return the reason and the remedy; ``has_small``: some FP8 weights are small."""
     if matrix.why is None:
         return "convert(model) would convert it"
+    if matrix.is_adapter:
+        return f"adapter of peft{LEAVE_IT}"
     if matrix.is_unknown_stack:
         return (
             f"a stack of matrices that convert does not know: "
@@ -50,7 +52,7 @@ def _remedy(matrix: Matrix, matrices: list[Matrix], model: nn.Module, has_small:
         why = why.removesuffix(" (skip_small)")
         thin, wide = sorted(matrix.sizes[-2:])
         if thin < BLOCK and wide >= _LEAST_WIDTH:
-            return f"{why}, {AS_THIN}"
+            return f"{why}, as thin as an adapter{LEAVE_IT}"
         if has_small:
             return "not converted: convert(model, skip_small=False) would convert it"
         return f"{why}: convert(model, skip_small=False)"

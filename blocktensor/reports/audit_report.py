@@ -20,8 +20,8 @@ BY_RECIPE = "in high precision by recipe"
 OUTER_PRODUCT = "outer product"
 """The note on a matmul of K = 1 that reads no parameter, such as positions by frequencies."""
 
-AS_THIN = "as thin as an adapter: leave it"
-"""The end of the remedy for a matmul that FP8 would not make faster in any model."""
+LEAVE_IT = ": leave it"
+"""The end of the remedy for matmuls of adapters, and for others that are as thin."""
 
 Name = TypeVar("Name")
 
@@ -115,8 +115,7 @@ class AuditReport(Report):
         """Raise unless every matmul with a weight ran in FP8; for tests of a model.
 
         Attention, batched matmuls of two activations, what a ``note`` explains, and matmuls whose
-        ``remedy`` is to leave them, since they are as thin as an adapter, may run in high
-        precision. With ``fp8_share`` other matmuls may, too, as long as FP8 has this share of all
+        ``remedy`` is to leave them (adapters, and others as thin) may run in high precision. With ``fp8_share`` other matmuls may, too, as long as FP8 has this share of all
         FLOPs; those that should have been FP8 (:attr:`marked`) and ops that may hide matmuls still
         raise.
 
@@ -152,7 +151,7 @@ class AuditReport(Report):
         entries = [
             entry
             for entry in counted
-            if entry.reason or (all_must and _why(entry) and (missed or not _is_thin(entry)))
+            if entry.reason or (all_must and _why(entry) and (missed or not _is_to_be_left(entry)))
         ]
         lines = [str(self._in_high_precision(entries))] if entries else []
         lines += [f"{missed}. All matmuls: {self._totals()}"] if missed else []
@@ -242,8 +241,8 @@ def _why(entry: AuditedMatmul) -> str:
     return entry.reason or entry.remedy or no_weight
 
 
-def _is_thin(entry: AuditedMatmul) -> bool:
-    return entry.remedy.endswith(AS_THIN)
+def _is_to_be_left(entry: AuditedMatmul) -> bool:
+    return entry.remedy.endswith(LEAVE_IT)
 
 
 def _cells(entry: AuditedMatmul) -> tuple[Any, ...]:

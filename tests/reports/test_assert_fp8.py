@@ -428,3 +428,14 @@ def test_modules_of_hidden_matmuls_are_in_the_report() -> None:
 def test_names_must_be_a_list(wrong: Any) -> None:
     with pytest.raises(TypeError, match=r"^except_for.*e\.g\. \['lm_head'\]"):
         audit(nn.ReLU(), X).assert_fp8(wrong)
+
+
+def test_adapters_of_peft_may_run_in_high_precision() -> None:
+    """Whatever their rank, and in an order in which convert has seen them."""
+    peft = pytest.importorskip("peft")
+    model = Model(256).bfloat16()
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=200, target_modules=["up"]))
+    convert(adapted, skip_small=False)
+    report = audit(adapted, TOKENS)
+    assert sum(entry.remedy == "adapter of peft: leave it" for entry in report.entries) > 0
+    report.assert_fp8(["*.lm_head"])
