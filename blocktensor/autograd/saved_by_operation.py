@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -93,9 +94,12 @@ class _Thread(threading.local):
 _this_thread = _Thread()
 
 
+_next_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
+
+
 def running_operation() -> Operation:
     """Return the operation of this thread that saves a tensor now."""
-    number = torch.autograd._get_sequence_nr()
+    number = _next_number()
     if _this_thread.latest.number != number:
         _this_thread.latest = Operation(number)
     return _this_thread.latest

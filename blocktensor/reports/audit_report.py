@@ -115,9 +115,9 @@ class AuditReport(Report):
         """Raise unless every matmul with a weight ran in FP8; for tests of a model.
 
         Attention, batched matmuls of two activations, what a ``note`` explains, and matmuls whose
-        ``remedy`` is to leave them (adapters, and others as thin) may run in high precision. With ``fp8_share`` other matmuls may, too, as long as FP8 has this share of all
-        FLOPs; those that should have been FP8 (:attr:`marked`) and ops that may hide matmuls still
-        raise.
+        ``remedy`` is to leave them (adapters, and others as thin) may run in high precision. With
+        ``fp8_share`` other matmuls may, too, as long as FP8 has this share of all FLOPs; those that
+        should have been FP8 (:attr:`marked`) and ops that may hide matmuls still raise.
 
         Args:
             except_for: modules that may run in high precision with all modules below them:
