@@ -106,10 +106,14 @@ SEEDS = {
         "fp8_power_of_two": 2,
         "fp8_saved": 4,
     },
-    "experts": dict.fromkeys(("bf16", "fp8_1x128", "fp8_128x128"), 4),
+    "experts": dict.fromkeys(("bf16", "fp8_1x128", "fp8_128x128"), 6),
     "1100m": dict.fromkeys(("bf16", "fp8_128x128"), 3),
 }
-"""How many seeds of each variant run at each size."""
+"""How many seeds of each variant run at each size.
+
+Experts part more than dense models do: differences of 3 seeds have a standard deviation of 0.14%,
+so that an interval of 0.15% takes 6 seeds.
+"""
 
 
 @dataclass(frozen=True)
