@@ -170,6 +170,15 @@ def queue() -> list[Run]:
     return list({run.name: run for run in runs}.values())
 
 
+def chosen(group: str | None, names: Sequence[str] | None) -> list[Run]:
+    """Return the runs of a group, or of these names in this order; all if None is given."""
+    runs = {run.name: run for run in queue() if group in (None, run.group)}
+    unknown = [name for name in names or () if name not in runs]
+    if unknown:
+        sys.exit(f"evidence.py: error: no run {unknown[0]!r}: `evidence.py list` shows all names")
+    return [runs[name] for name in (runs if names is None else names)]
+
+
 def run(name: str, group: str, *options: str) -> Run:
     """Return the run with these options of long_run.py."""
     return Run(name, group, tuple(shlex.split(" ".join(options))))
@@ -240,6 +249,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     making = verbs.add_parser("make", help="make the runs that are left")
     making.add_argument("data", type=Path, help="folder that kernel_text.py has written")
     making.add_argument("--group", help="only this group")
+    making.add_argument("--runs", nargs="+", metavar="NAME", help="only these, in this order")
     making.add_argument(
         "--at-once", type=int, default=1, help="runs on each GPU; more than 1 are not timed"
     )
@@ -255,9 +265,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     elif options.verb == "make":
         import torch
 
-        left = [
-            run for run in queue() if options.group in (None, run.group) and run.name not in done
-        ]
+        left = [run for run in chosen(options.group, options.runs) if run.name not in done]
         until = time.monotonic() + options.stop_after
         make(left, options.data, options.work, torch.cuda.device_count(), until, options.at_once)
     else:

@@ -27,6 +27,11 @@ def test_only_runs_without_a_result_are_made(
     monkeypatch.setattr(evidence, "make", lambda runs, *_: made.extend(run.name for run in runs))
     evidence.main(["make", "data"])
     assert made == names[1:]
+    made.clear()
+    evidence.main(["make", "data", "--runs", names[5], names[0], names[2]])
+    assert made == [names[5], names[2]]
+    with pytest.raises(SystemExit, match=r"no run 'x'.*list"):
+        evidence.main(["make", "data", "--group", "320m", "--runs", "x"])
 
 
 def test_the_page_is_rebuilt_from_the_files(load: Load, tmp_path: Path) -> None:
