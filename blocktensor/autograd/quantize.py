@@ -28,6 +28,7 @@ def quantize(x: Tensor, recipe: Recipe | None = None) -> BlockwiseFP8Tensor:
 
     Raises:
         TypeError, ValueError: another type or dtype, or a scalar.
+        NotImplementedError: a sparse tensor or a DTensor.
 
     Examples:
         >>> x = torch.randn(8, 256, dtype=torch.bfloat16)
@@ -40,6 +41,7 @@ def quantize(x: Tensor, recipe: Recipe | None = None) -> BlockwiseFP8Tensor:
     if isinstance(x, BlockwiseFP8Tensor):
         return x
     checks.tensor(x, "x")
+    checks.has_memory(x, "the tensor to quantize")
     return _Quantize.apply(x, recipe or DEFAULT_RECIPE)
 
 

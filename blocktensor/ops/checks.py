@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from torch import Tensor, dtype, finfo, float16, float32, int32, where
+from torch import Tensor, dtype, finfo, float16, float32, int32, jagged, strided, where
 from torch import bfloat16 as bf16
 
 from .formats import ROUNDINGS, BlockFormat, Quantized, padded_rows
@@ -13,11 +13,15 @@ from .formats import ROUNDINGS, BlockFormat, Quantized, padded_rows
 HIGH_PRECISION = (bf16, float16, float32)
 
 
-def local(x: Tensor, what: str) -> None:
-    """Raise NotImplementedError if ``x`` is a DTensor, which our ops do not support.
+def has_memory(x: Tensor, what: str) -> None:
+    """Raise NotImplementedError if ``x`` is sparse or a DTensor, which our ops do not support.
 
     Tensor parallel linear layers take local parts earlier.
     """
+    if x.layout is not strided and x.layout is not jagged:
+        raise NotImplementedError(
+            f"{what} is sparse, {x.layout} {list(x.shape)}: expected a dense one; call .to_dense()"
+        )
     tensors = sys.modules.get("torch.distributed.tensor")
     if tensors is not None and isinstance(x, tensors.DTensor):
         raise NotImplementedError(
@@ -29,8 +33,12 @@ def local(x: Tensor, what: str) -> None:
 
 
 def high_precision(x: Tensor, what: str) -> None:
-    """Check that ``x`` is local, and bf16, fp16 or fp32; else NotImplementedError, TypeError."""
-    local(x, what)
+    """Check that ``x`` is dense, local, and bf16, fp16 or fp32.
+
+    Raises:
+        NotImplementedError, TypeError: it is not.
+    """
+    has_memory(x, what)
     high_precision_dtype(x, what)
 
 
@@ -133,9 +141,9 @@ def ends_of_stack(offs: Tensor, stack: Tensor, what: str) -> None:
 
 
 def same_device(a: Tensor, b: Tensor, what_a: str, what_b: str) -> None:
-    """Check that both tensors are local and on one device."""
-    local(a, what_a)
-    local(b, what_b)
+    """Check that both tensors are dense, local and on one device."""
+    has_memory(a, what_a)
+    has_memory(b, what_b)
     if a.device != b.device:
         raise ValueError(
             f"{what_a} is on {a.device} and {what_b} on {b.device}: move them to one device"
@@ -170,7 +178,7 @@ def linear_operands(x: Tensor, w: Tensor, bias: Tensor | None, offs: Tensor | No
 
     Raises:
         TypeError, ValueError: they do not fit together.
-        NotImplementedError: a DTensor.
+        NotImplementedError: a DTensor, or a sparse tensor.
     """
     name = "an FP8 linear layer" if offs is None else "a grouped FP8 linear layer"
     for operand, what in ((x, "the input"), (w, "the weight")):

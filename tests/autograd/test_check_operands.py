@@ -48,6 +48,26 @@ TypeError: the weight has dtype torch.float64: blocktensor casts torch.bfloat16,
     )
 
 
+def test_sparse_tensors() -> None:
+    layer = linear(384, 256)
+    calls: list[Call] = [
+        lambda: layer(X.to_sparse()),
+        lambda: torch.mm(X.to_sparse(), layer.weight.t()),
+        lambda: blocktensor.quantize(X.to_sparse()),
+    ]
+    assert_expected_inline(
+        refused(*calls),
+        """\
+NotImplementedError: the input of an FP8 linear layer is sparse, torch.sparse_coo [5, 384]:
+  expected a dense one; call .to_dense(), by 'weight'; to compute that in high precision, leave
+  it unconverted
+NotImplementedError: the input of an FP8 linear layer is sparse, torch.sparse_coo [5, 384]:
+  expected a dense one; call .to_dense()
+NotImplementedError: the tensor to quantize is sparse, torch.sparse_coo [5, 384]: expected a
+  dense one; call .to_dense()""",
+    )
+
+
 def test_shapes_and_devices() -> None:
     run, meta = functional.linear, W.to("meta")
     calls: list[Call] = [
