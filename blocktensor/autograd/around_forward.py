@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from types import FrameType
 from typing import Any
 
 from torch import nn
 from torch.compiler import is_compiling
 from torch.utils.hooks import RemovableHandle
+
+from ..tensor.torch_internals.callers import Caller, caller
 
 
 class AroundForward:
@@ -23,10 +23,10 @@ class AroundForward:
             module.register_forward_hook(self._end, always_call=True),
         ]
 
-    def begin(self, forward: FrameType | None) -> None:
+    def begin(self, forward: Caller | None) -> None:
         """Run before a forward.
 
-        ``forward``: the frame that calls it, for :func:`still_runs`.
+        ``forward``: the function that runs it, whose end tells if :meth:`end` was left out.
         """
         raise NotImplementedError
 
@@ -46,19 +46,8 @@ class AroundForward:
         if is_compiling():
             self.is_traced()
         else:
-            self.begin(sys._getframe(1))
+            self.begin(caller())
 
     def _end(self, module: nn.Module, args: Any, result: Any) -> None:
         if not is_compiling():
             self.end()
-
-
-def still_runs(forward: FrameType | None) -> bool:
-    """Return True if a frame is on the stack of this thread, or None is given.
-
-    torch calls no hook after a forward that a KeyboardInterrupt has ended.
-    """
-    frame = None if forward is None else sys._getframe(1)
-    while frame is not forward and frame is not None:
-        frame = frame.f_back
-    return frame is forward

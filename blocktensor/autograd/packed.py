@@ -18,7 +18,7 @@ from ..ops.cast.ops import dequantize, quantize_rowwise
 from ..ops.formats import BLOCKS_1X128, Quantized
 from ..ops.runtime.launch import this_thread
 from ..ops.runtime.specialize import watching
-from ..tensor.base import FP8Base
+from ..tensor.late_copy import LateCopy
 
 
 class MemoryRows(NamedTuple):
@@ -200,17 +200,14 @@ class SavedTensor:
 
 
 class KeptTensor:
-    """A saved tensor that is not packed.
-
-    ``is_input``: True if an operation saves its input, not its result.
-    """
+    """A saved tensor that is not packed."""
 
     __slots__ = ("_tensor", "_version")
 
-    def __init__(self, x: Tensor, is_input: bool = False) -> None:
-        # The node that saves x may be the one that has computed x, also by a later write to x: no
-        # reference to it through x. `detach` would copy an FP8 weight in another dtype.
-        refers = x.is_leaf or (is_input and isinstance(x, FP8Base))
+    def __init__(self, x: Tensor) -> None:
+        # The node that has computed x may be the one that saves it: no reference to it through x.
+        # `detach` would make the copy that an FP8 weight in another dtype delays.
+        refers = x.is_leaf or isinstance(getattr(x, "_late", None), LateCopy)
         self._tensor, self._version = x if refers else x.detach(), x._version
 
     def unpack(self) -> Tensor:

@@ -6,15 +6,15 @@ import functools
 import sys
 import threading
 import warnings
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
+from ..tensor.torch_internals.callers import Caller
 from ..tensor.torch_internals.frames import never_compiled
-from .around_forward import AroundForward, still_runs
+from .around_forward import AroundForward
 from .packed import KeptTensor, SavedTensor, rows_of
 from .packed_in_graphs import (
     PackedInGraph,
@@ -24,9 +24,9 @@ from .packed_in_graphs import (
     unpack_in_graph,
 )
 from .packed_once import packed_once
-from .saved_by_operation import COMPARED, running_operation
 from .saved_kinds import MIN_ELEMENTS, OF_GRAPH, SMALL, why_kept
 from .saved_report import SavedReport
+from .saved_with_result import COMPARED, is_compared, note_packed
 
 IN_GRAPHS = (
     "what this compiled graph saves is kept in high precision; enter the context outside of "
@@ -60,7 +60,7 @@ class SavedTensors(SavedReport):
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.enabled,)  # a copy has its own figures
 
-    def enter(self, owner: object, forward: FrameType | None = None) -> None:
+    def enter(self, owner: object, forward: Caller | None = None) -> None:
         """Begin to apply to this thread until ``owner`` leaves, and while ``forward`` runs."""
         _end_what_was_interrupted()
         entered = _this_thread.entered
@@ -94,9 +94,8 @@ class SavedTensors(SavedReport):
         return Registered(self, module)
 
     def _pack(self, x: Tensor) -> SavedTensor | KeptTensor:
-        operation = running_operation()
-        is_compared = operation.keeps(x)
-        reason = why_kept(x) or (COMPARED if is_compared else None)
+        is_result = is_compared(x)
+        reason = why_kept(x) or (COMPARED if is_result else None)
         if reason is None and not self.enabled:
             reason = "not enabled"
         if reason is None and _in_backward():
@@ -106,12 +105,12 @@ class SavedTensors(SavedReport):
         rows = rows_of(x) if reason is None else None
         if rows is None or rows.numel < MIN_ELEMENTS or self.holds(x):
             self.count_kept(x, reason or (SMALL if rows else "not in rows of 128 elements"))
-            return KeptTensor(x, is_input=not operation.has_made(x))
+            return KeptTensor(x)
         packed, is_new = packed_once(x, rows)
         if is_new:
             self.count_packed(x, rows, packed)
         saved = SavedTensor(x, packed)
-        operation.has_packed(x, rows, saved, self)
+        note_packed(x, rows, saved, self)
         return saved
 
 
@@ -122,7 +121,7 @@ class Registered(AroundForward):
         super().__init__(module)
         self._context = context
 
-    def begin(self, forward: FrameType | None) -> None:
+    def begin(self, forward: Caller | None) -> None:
         """Enter the context."""
         self._context.enter(self, forward)
 
@@ -141,11 +140,11 @@ class _Entered:
     Attributes:
         context: the context.
         owner: the context itself, or the hooks of a module that have entered it.
-        forward: the frame of the forward of this module.
+        forward: the function that runs the forward of this module.
         packs: True if it has hooks, which are torch's innermost ones if no later entry has.
     """
 
-    def __init__(self, context: SavedTensors, owner: object, forward: FrameType | None) -> None:
+    def __init__(self, context: SavedTensors, owner: object, forward: Caller | None) -> None:
         self.context, self.owner, self.forward = context, owner, forward
         self.packs, self._hook = False, None
         top = _top_hooks()
@@ -226,7 +225,7 @@ def _innermost() -> SavedTensors | None:
 def _end_what_was_interrupted() -> None:
     """End the contexts of forwards that a KeyboardInterrupt has ended."""
     entered = _this_thread.entered
-    while entered and not still_runs(entered[-1].forward):
+    while entered and (forward := entered[-1].forward) is not None and forward.has_ended():
         _end_innermost()
 
 

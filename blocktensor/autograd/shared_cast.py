@@ -13,7 +13,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Hashable
-from types import FrameType
 from typing import TypeVar
 
 from torch import Tensor
@@ -21,7 +20,7 @@ from torch import Tensor
 from ..ops.runtime.launch import current_stream
 from ..ops.runtime.specialize import must_dispatch
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
-from .around_forward import still_runs
+from ..tensor.torch_internals.callers import Caller
 from .plan import Plan
 
 AnyPlan = TypeVar("AnyPlan", bound=Plan)
@@ -50,10 +49,10 @@ class SharedCasts:
     def __init__(self) -> None:
         self.casts = self.saved = 0
 
-    def begin(self, forward: FrameType | None = None) -> None:
+    def begin(self, forward: Caller | None = None) -> None:
         """Share casts in this thread from now on, while ``forward`` runs."""
         outer = this_thread.running
-        while outer is not None and not still_runs(outer.forward):
+        while outer is not None and outer.was_interrupted():
             outer = outer.outer
         this_thread.running = Run(self, outer, forward)
 
@@ -91,14 +90,18 @@ class Run:
     Attributes:
         shared: the shared casts of the module.
         outer: the run around this one.
-        forward: the frame of the module's forward, which ends the run.
+        forward: the function that runs the module's forward, which ends the run.
     """
 
     def __init__(
-        self, shared: SharedCasts, outer: Run | None, forward: FrameType | None = None
+        self, shared: SharedCasts, outer: Run | None, forward: Caller | None = None
     ) -> None:
         self.shared, self.outer, self.forward = shared, outer, forward
         self._latest: _Latest | None = None
+
+    def was_interrupted(self) -> bool:
+        """Return True if the forward has ended, and called no hook that ends this run."""
+        return self.forward is not None and self.forward.has_ended()
 
     def forms_of(
         self,
@@ -146,7 +149,7 @@ class Run:
             latest = self._latest = _Latest(whole, _Latest.drop)
             latest.key, latest.forms, latest.memory = key, (), memory.detach()
         if len(latest.forms) >= (2 if plan.x_columnwise is None else 4):
-            if not still_runs(self.forward):
+            if self.was_interrupted():
                 this_thread.running = self.outer
                 return ()
             self.shared.saved += 1

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -84,7 +85,15 @@ SELECTIONS: dict[str, Callable[[Tensor], Any]] = {
     "index_reduce": lambda h: h.new_zeros(8, K).index_reduce(0, groups(h)[:, 0], h, "amin"),
     "segment": lambda h: torch.segment_reduce(h, "max", lengths=torch.full((4,), T // 4)),
     "prod": lambda h: (h / 3).prod(0),
+    "in place": lambda h: h.new_zeros(T, K).scatter_reduce_(0, groups(h), h, "amax"),
+    "a view of what was written to": lambda h: written(h).amax(0),
 }
+
+
+def written(h: Tensor) -> Tensor:
+    view = h[:]
+    h.neg_()
+    return view
 
 
 def groups(h: Tensor) -> Tensor:
@@ -108,6 +117,37 @@ def test_what_is_compared_with_a_result_is_exact(name: str) -> None:
     kept = {kind.kept_as for kind in saved.kinds}
     assert "compared with a result" in kept
     assert "FP8" not in kept
+
+
+OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "norm": lambda h: F.normalize(h),
+    "std": lambda h: h.std(0),
+    "pow": lambda h: h**2.5,
+    "max and its index": lambda h: h.max(0).values,
+    "layer norm": lambda h: F.layer_norm(h, (K,)),
+    "checkpoint": lambda h: checkpoint(torch.sin, h, use_reentrant=False),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_operations_do_not_keep_their_inputs(name: str) -> None:
+    x = randn(T, K, dtype=torch.float32).requires_grad_()
+    with saved_tensors_in_fp8() as saved:
+        OTHERS[name](x.exp() + 1)
+    kept = {kind.kept_as for kind in saved.kinds}
+    assert "FP8" in kept
+    assert "compared with a result" not in kept
+
+
+def test_a_result_that_a_later_operation_saves() -> None:
+    """Only its own operation compares with it."""
+    x = randn(T, K, dtype=torch.float32).requires_grad_()
+    with saved_tensors_in_fp8() as saved:
+        sums = (x - 0).logsumexp(-1, keepdim=True)
+        (x - 1).sin() * sums  # saves the sine, and the sums
+        checkpoint(lambda y, z: y.sin() + z, x - 2, sums, use_reentrant=False)
+    found = [(kind.kept_as, kind.tensors) for kind in saved.kinds if kind.shape == (T, K)]
+    assert sorted(found) == [("FP8", 3), ("compared with a result", 1)]
 
 
 def test_only_the_comparing_operation_keeps_its_input() -> None:

@@ -53,6 +53,14 @@ class Caller:
         """Return the value of a local variable, or None."""
         return self._frame.f_locals.get(name)
 
+    def has_ended(self) -> bool:
+        """Return True if the call is over, and free its local variables then."""
+        try:
+            self._frame.clear()
+        except RuntimeError:  # Python refuses this while a frame is on a stack
+            return False
+        return True
+
 
 def caller(depth: int = 1) -> Caller:
     """Return the caller of the function that asks; ``depth``: how many calls further out."""
