@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 from torch import Tensor, nn
 
-from ..model.adapters import adapters_of
+from ..model.adapters import trained_by_peft
 from ..model.matrix import Matrix, all_fp8_weights
 from ..model.names import check_module
 from ..model.progress import check_progress, progress_bar
@@ -39,8 +39,8 @@ def freeze(
     By default forward and dgrad keep their bits, since they read the same cast. After
     :func:`unfreeze` all masters are FP8 numbers times scales, and changes of less than half a step,
     for example by a merged adapter, round back. A warning says how much is kept. Other parameters
-    do not change: ``model.requires_grad_(False)`` freezes them. peft's adapters in the model stay
-    trainable, in FP8 too.
+    do not change: ``model.requires_grad_(False)`` freezes them. What peft trains in the model
+    (adapters, copies of ``modules_to_save``, encoders of prompts) stays trainable, in FP8 too.
 
     Args:
         model: any module, with converted weights.
@@ -183,8 +183,8 @@ For a DTensor it returns the part on this rank.
 
 def _swap_all(model: nn.Module, action: str, swapped: Swapped, progress: bool | None) -> list[str]:
     trains = action == "unfreeze"
-    adapters = set() if trains else adapters_of(model)
-    weights = [x for x in all_fp8_weights(model) if x.module not in adapters]
+    left = set() if trains else trained_by_peft(model)
+    weights = [x for x in all_fp8_weights(model) if x.module not in left]
     if not weights:
         warnings.warn(
             f"{action} changes nothing: this {kind_of(model)} has no FP8 weight; convert it first "

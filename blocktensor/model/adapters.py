@@ -1,4 +1,4 @@
-"""Find the adapters of peft in a model, without an import of peft."""
+"""Find the modules of peft in a model, without an import of peft."""
 
 from __future__ import annotations
 
@@ -23,3 +23,18 @@ def adapters_of(model: nn.Module) -> set[nn.Module]:
         if name != "base_layer"
         for module in child.modules()
     }
+
+
+def trained_by_peft(model: nn.Module) -> set[nn.Module]:
+    """Return adapters, the copies that ``modules_to_save`` trains, and encoders of prompts."""
+    wrappers: Any = sys.modules.get("peft.utils.other")
+    models: Any = sys.modules.get("peft.peft_model")
+    trained = adapters_of(model)
+    for module in model.modules():
+        held: Any = None
+        if wrappers is not None and isinstance(module, wrappers.ModulesToSaveWrapper):
+            held = module.modules_to_save
+        elif models is not None and isinstance(module, models.PeftModel):
+            held = getattr(module, "prompt_encoder", None)
+        trained |= set() if held is None else set(held.modules())
+    return trained

@@ -224,7 +224,7 @@ class Matrix:
         if isinstance(weight, BlockwiseFP8Weight):
             return BlockwiseFP8Weight(weight.master, recipe)
         if weight.requires_grad or weight.is_meta:
-            return BlockwiseFP8Weight(weight.detach(), recipe)
+            return BlockwiseFP8Weight(weight.detach().resolve_neg(), recipe)
         return self.frozen_form(weight, recipe)
 
     def frozen_form(self, master: Tensor, recipe: Recipe) -> BlockwiseFP8Tensor:

@@ -293,6 +293,25 @@ def test_freezing_while_a_graph_waits_that_does_not_read_the_weight() -> None:
     assert made.weight.grad is not None
 
 
+def test_freezing_in_inference_mode_with_a_graph_that_is_kept() -> None:
+    module = linear(DIM, DIM)
+    y = module(randn(8, DIM))
+    with torch.inference_mode():
+        freeze(module)
+    assert isinstance(module.weight, BlockwiseFP8Tensor) and y.requires_grad
+
+
+def test_a_master_has_the_sign_of_the_values() -> None:
+    """Optimizers write to its memory."""
+    values = randn(DIM, DIM, dtype=torch.complex64).conj().imag
+    assert values.is_neg()
+    module = nn.Linear(DIM, DIM)
+    module.weight = nn.Parameter(values)
+    convert(module, skip_small=False)
+    master = module.weight.master
+    assert not master.is_neg() and torch.equal(master, values)
+
+
 @pytest.mark.parametrize(
     "change",
     [

@@ -76,3 +76,21 @@ def test_freezing_keeps_adapters_trainable_that_apply_has_converted() -> None:
     ] + ["base_model.model.lm_head"]
     for p in adapters_in(model).values():
         assert type(p) is BlockwiseFP8Weight and p.requires_grad
+
+
+def test_freezing_keeps_trainable_what_else_peft_trains() -> None:
+    """Copies of ``modules_to_save``, and encoders of prompts."""
+    model = Model(256)
+    convert(model, skip_small=False)
+    config = LoraConfig(r=8, target_modules=["up"], modules_to_save=["down"])
+    adapted = get_peft_model(model, config)
+    copies = [p for name, p in adapted.named_parameters() if ".modules_to_save." in name]
+    assert len([p for p in copies if isinstance(p, BlockwiseFP8Weight)]) == 2
+    assert not any(".modules_to_save." in name for name in freeze(adapted))
+    assert all(p.requires_grad for p in copies)
+
+    held = PeftModel.__new__(PeftModel)
+    nn.Module.__init__(held)
+    held.base, held.prompt_encoder = nn.Linear(256, 256), nn.ModuleDict({"default": Model(256)})
+    convert(held, skip_small=False)
+    assert freeze(held) == ["base"]

@@ -56,7 +56,8 @@ def _is_in_use(parameter: Tensor) -> bool:
         return uses > 1
     # The second reference may be its AccumulateGrad node, which is allowed: swap_tensors makes it
     # raise if a backward reaches it. If it is another one, asking for the node adds a third.
-    edge = torch.autograd.graph.get_gradient_edge(parameter)
+    with torch.inference_mode(False):  # there a parameter has no node
+        edge = torch.autograd.graph.get_gradient_edge(parameter)
     in_use: bool = parameter._use_count() > 2  # type: ignore[attr-defined]
     del edge
     return in_use
