@@ -189,5 +189,6 @@ def _hint(size: Any) -> int:
 def _parts_of(x: Tensor) -> list[Tensor]:
     """Return the plain tensors that a tensor consists of; none for sparse and nested ones."""
     if hasattr(x, "__tensor_flatten__"):
-        return [part for name in x.__tensor_flatten__()[0] for part in _parts_of(getattr(x, name))]
+        held = [getattr(x, name) for name in x.__tensor_flatten__()[0]]  # a DTensor has its mesh
+        return [part for each in held if isinstance(each, Tensor) for part in _parts_of(each)]
     return [x] if is_strided(x) else []

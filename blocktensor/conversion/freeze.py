@@ -16,7 +16,9 @@ from ..model.matrix import Matrix, all_fp8_weights
 from ..model.names import check_module
 from ..model.progress import check_progress, progress_bar
 from ..model.weights import kind_of, why_unconvertible
+from ..sharding.cuts import check_on_grid
 from ..sharding.dtensor import with_local
+from ..sharding.fsdp.fsdp_internals import sharded_in
 from ..sharding.fsdp.gather import GatheredInFP8
 from ..tensor.compat.swap_in import check_swappable, swap_in
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
@@ -198,8 +200,10 @@ def _swap_all(model: nn.Module, action: str, swapped: Swapped, progress: bool | 
         for key, parameter in module._parameters.items()
         if (module, key) not in read
     }
+    sharded = sharded_in(model)
     for weight in weights:
-        _check(weight, action, others.get(id(weight.parameter)))
+        is_sharded = f"{weight.name}.{weight.key}".lstrip(".") in sharded
+        _check(weight, action, others.get(id(weight.parameter)), is_sharded)
     names = []
     changed: set[int] = set()  # tied weights are swapped once and listed under each name
     total = sum(weight.parameter.numel() for weight in weights)
@@ -224,8 +228,15 @@ def _swap_all(model: nn.Module, action: str, swapped: Swapped, progress: bool | 
     return names
 
 
-def _check(weight: Matrix, action: str, other: str | None) -> None:
-    """Raise if an FP8 weight cannot be exchanged, or if a module of kind ``other`` reads it."""
+def _check(weight: Matrix, action: str, other: str | None, is_sharded: bool) -> None:
+    """Raise if an FP8 weight cannot be exchanged.
+
+    Args:
+        weight: the weight.
+        action: the name of the change, for messages.
+        other: the kind of another module that reads its values; None if there is none.
+        is_sharded: True if FSDP2 shards it, also while it is gathered.
+    """
     what = f"the weight of {weight.label!r}" if weight.label else "the weight"
     fp8 = weight.fp8
     is_trained = isinstance(fp8, BlockwiseFP8Weight)
@@ -234,16 +245,14 @@ def _check(weight: Matrix, action: str, other: str | None) -> None:
             f"{what} is on the meta device and has no values to freeze: load the model first; "
             f"load_fp8 fills a model on meta with frozen weights"
         )
-    # a trainable weight that FSDP2 has gathered has the frozen type, but requires a gradient
-    looks_gathered = isinstance(fp8, BlockwiseFP8Tensor) and weight.parameter.requires_grad
-    has_ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if isinstance(fp8, GatheredInFP8) or (looks_gathered and has_ranks):
+    if is_sharded or isinstance(fp8, GatheredInFP8):
         raise NotImplementedError(
-            f"{what} is sharded by FSDP2 or tensor parallel, and stays trainable or frozen as it "
-            f"was: {action} the model before fully_shard and parallelize_module, or load an FP8 "
-            f"checkpoint into empty weights (load_fp8 makes frozen ones, and trainable ones with "
-            f"trainable=True)"
+            f"{what} is sharded by FSDP2, and stays trainable or frozen as it was: {action} the "
+            f"model before fully_shard, or load an FP8 checkpoint into empty weights (load_fp8 "
+            f"makes frozen ones, and trainable ones with trainable=True)"
         )
+    if action == "freeze" and weight.own is not weight.parameter:
+        check_on_grid(weight.parameter, what)
     del fp8  # its references are counted
     check_swappable(weight.parameter, what, action)
     if is_trained and action == "freeze" and other is not None:

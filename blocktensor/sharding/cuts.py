@@ -154,10 +154,31 @@ def frozen_parts(x: Any) -> tuple[Tensor, Tensor]:
     cuts, shape = x.placements, BLOCKS_128X128.scale_shape(x.shape)
     # the first placements are FSDP's, which does not cut scales
     for whole in range(len(cuts) if isinstance(part, FrozenShard) else 0, -1, -1):
-        scales = cut_as(x, scale, (*(Replicate(),) * whole, *cuts[whole:]), shape)
+        placements = *(Replicate(),) * whole, *cuts[whole:]
+        scales = cut_as(x, scale, placements, shape)
         if held(scales).shape == scale.shape:
+            check_on_grid(cut_as(x, data, placements), "a frozen FP8 weight")
             return cut_as(x, data, cuts), scales
-    raise NotImplementedError(
-        f"a frozen FP8 weight {list(x.shape)} with the placements {list(cuts)}, which cut 128x128 "
+    raise _cuts_blocks(x, "a frozen FP8 weight")
+
+
+def check_on_grid(x: Any, what: str) -> None:
+    """Check that no rank of a DTensor holds a part of a 128x128 block; all ranks decide alike.
+
+    Raises:
+        NotImplementedError: a rank does.
+    """
+    block = (1,) * (x.ndim - 2) + BLOCKS_128X128.block_shape
+    for each in held_by_ranks(x):
+        for region in each.regions:
+            for piece, step, size in zip(region.pieces, block, x.shape, strict=True):
+                ends = piece.start + piece.size
+                if piece.size and (piece.start % step or (ends % step and ends != size)):
+                    raise _cuts_blocks(x, what)
+
+
+def _cuts_blocks(x: Any, what: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"{what} {list(x.shape)} with the placements {list(x.placements)}, which cut 128x128 "
         f"blocks: expected cuts at multiples of 128 (fewer ranks), or a trainable weight"
     )

@@ -12,11 +12,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from blocktensor import convert, functional, fuse, monitor, saved_tensors_in_fp8
 from tests.support.models import randn
+from tests.support.ranks import on_ranks
 from tests.support.saved import K, T, assert_bits, data, gradients, is_activation, model, rounding
 
 
@@ -171,6 +174,19 @@ def test_only_the_comparing_operation_keeps_its_input() -> None:
     }
     calls = itertools.count()
     assert_bits([got], [step(rounding(lambda h: h.shape == (T, K) and next(calls) == 0))])
+
+
+@on_ranks(2, gpus=())
+def test_sequence_parallel_norms(mesh: DeviceMesh) -> None:
+    """They save DTensors, which are kept and counted."""
+    norm = parallelize_module(nn.LayerNorm(K), mesh, SequenceParallel(use_local_output=True))
+    x = randn(2, T, K, dtype=torch.float32).requires_grad_()
+    with saved_tensors_in_fp8() as saved:
+        y = norm(x)
+    y.sum().backward()
+    assert x.grad is not None
+    kept = {(kind.kept_as, kind.shape, kind.bytes_after) for kind in saved.kinds}
+    assert ("a DTensor", (2, 2 * T, K), x.nbytes) in kept, kept
 
 
 def test_an_adapter() -> None:

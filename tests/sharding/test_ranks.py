@@ -24,12 +24,14 @@ from tests.support.sharded import RECIPES, batch, build, mesh_of, reductions, sh
 RANKS = 4
 
 
-@pytest.mark.parametrize("what", ["recipe", "conversion"])
+@pytest.mark.parametrize("what", ["scales", "backward", "conversion"])
 @on_ranks(2, gpus=())
 def test_what_differs_is_named_on_every_rank(mesh: DeviceMesh, what: str) -> None:
     rank = mesh.get_local_rank()
-    if what == "recipe":
+    if what == "scales":
         model = build(RECIPES[rank])
+    elif what == "backward":
+        model = build(Recipe(backward="dequantized") if rank else Recipe())
     else:
         model = build()
         convert(model, skip=["mid"][:rank], skip_small=False)

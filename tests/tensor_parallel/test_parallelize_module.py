@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from blocktensor import BlockwiseFP8Weight, Recipe, convert, explain, freeze
 from blocktensor.distributed import ColwiseParallel, PrepareModuleInput, RowwiseParallel
+from blocktensor.sharding.cuts import frozen_parts, frozen_twin
 from tests.support.numeric import assert_same
 from tests.support.parallel_linears import (
     BF16,
@@ -143,6 +144,19 @@ def test_what_cannot_be_cut_raises(mesh: DeviceMesh) -> None:
     for kind in (ColwiseParallel, RowwiseParallel, PrepareModuleInput):
         with pytest.raises(TypeError, match=r"reduce_dtype=torch.int8: expected one of"):
             kind(reduce_dtype=torch.int8)
+
+
+@pytest.mark.parametrize("n", [200, 384])
+@on_ranks(2, gpus=())
+def test_parts_off_the_grid_stay_trainable(mesh: DeviceMesh, n: int) -> None:
+    """All ranks decide alike, also one whose part has as many blocks as it would have alone."""
+    for style, sizes in ((ColwiseParallel(), (n, 256)), (RowwiseParallel(), (256, n))):
+        linear = parallelize_module(converted(*sizes), mesh, style)
+        with pytest.raises(NotImplementedError, match=r"^the weight \[.*\] with the placements .*"):
+            freeze(linear)
+        assert isinstance(linear.weight.to_local(), BlockwiseFP8Weight)
+        with pytest.raises(NotImplementedError, match="which cut 128x128 blocks"):
+            frozen_parts(frozen_twin(linear.weight))
 
 
 class Doubled(nn.Linear):

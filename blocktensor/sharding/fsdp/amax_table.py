@@ -332,9 +332,7 @@ def _build(weights: Sequence[ShardedParam], alone: bool) -> None:
         each = ceil_div(weight.shape[weight.dim], weight.ranks)
         check_groups(weight.shape, weight.dim, each, recipe.weight_format)
     lines = [
-        f"{weight.name} {list(weight.shape)} sharded on dim {weight.dim}, "
-        f"scale={recipe.weight_format.scale_rounding!r}"
-        + ("" if recipe.weight_grid is None else f", weight_grid={recipe.weight_grid!r}")
+        f"{weight.name} {list(weight.shape)} sharded on dim {weight.dim}, {recipe}"
         for weight, recipe in zip(weights, recipes, strict=True)
     ]
     agree("sharded FP8 weights", lines, weights[0].group)

@@ -42,6 +42,7 @@ from ...tensor.base import FP8Base, MasterBase
 from ...tensor.fp8_tensor import BlockwiseFP8Tensor, Generation
 from ..dtensor import local_of
 from .amax_table import Reduced, place_of
+from .frozen_scales import compare_frozen
 from .fsdp_internals import owner_of
 
 
@@ -178,7 +179,13 @@ class GatheredFrozen(GatheredInFP8):
     data_rows: Tensor
     scale: Tensor
 
-    def fsdp_pre_all_gather(
+    @property
+    def fsdp_pre_all_gather(self) -> Callable[..., Inputs]:
+        """Return the method that FSDP calls, after ranks have compared their weights: see above."""
+        compare_frozen(owner_of(self))
+        return self._rows
+
+    def _rows(
         self, mesh: Any, outer_size: torch.Size, stride: Any, module: nn.Module, mp_policy: Any
     ) -> Inputs:
         """Return the bytes of these rows, for FSDP to gather."""
@@ -186,6 +193,8 @@ class GatheredFrozen(GatheredInFP8):
         dim = next((d for d, (mine, whole) in enumerate(sizes) if mine != whole), 0)
         sent = padded(self.data_rows, dim, outer_size, mesh)
         return (sent,), Sent(outer_size, self.scale, self.recipe)
+
+    _rows.__signature__ = inspect.signature(_rows)  # type: ignore[attr-defined]
 
 
 def padded(data: Tensor, dim: int, whole: torch.Size, mesh: Any) -> Tensor:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from blocktensor import BlockwiseFP8Tensor, Recipe, freeze
+from blocktensor import BlockwiseFP8Tensor, Recipe, freeze, unfreeze
 from blocktensor.sharding.fsdp.shards import FrozenShard, chunks
 from tests.support.models import randn
 from tests.support.ranks import on_ranks
@@ -122,6 +124,33 @@ def test_frozen_shards_that_are_assigned_bring_their_scales(
     if has_run:
         model(x).sum().backward()
     model.load_state_dict(dict(other.state_dict()), assign=True)
+    assert torch.equal(model(x), single(x))
+
+
+@pytest.mark.parametrize("what", ["values", "recipe"])
+@on_ranks(2, gpus=())
+def test_ranks_that_hold_other_frozen_weights_are_told(mesh: DeviceMesh, what: str) -> None:
+    """Each would multiply the bytes of all ranks by its own scales."""
+    model, _ = adapters_on_a_frozen_base()
+    other, _ = another_frozen_base(model, RECIPES[1] if what == "recipe" else None)
+    rank, x = mesh.get_local_rank(), batch(0, "cpu")
+    model = other if rank else model
+    shard_base(model, mesh)
+    with pytest.raises(RuntimeError, match=r"^ranks disagree on frozen sharded FP8 weights: ra"):
+        model(x)
+
+
+@pytest.mark.parametrize("change", [freeze, unfreeze])
+@on_ranks(2, gpus=())
+def test_gathered_weights_are_sharded_weights(mesh: DeviceMesh, change: Callable[..., Any]) -> None:
+    model, single = adapters_on_a_frozen_base()
+    shard_base(model, mesh)
+    x = batch(0, "cpu")
+    with torch.no_grad():
+        model(x)
+    assert isinstance(model.mid.weight, BlockwiseFP8Tensor)  # the root stays gathered
+    with pytest.raises(NotImplementedError, match=r"'.*' is sharded by FSDP2, and stays"):
+        change(model)
     assert torch.equal(model(x), single(x))
 
 
