@@ -13,6 +13,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from blocktensor import Recipe, quantize
 from blocktensor.distributed import ColwiseParallel, RowwiseParallel
+from blocktensor.sharding.dtensor import own_part
 from tests.support.numeric import assert_same
 from tests.support.parallel_linears import BF16, converted, drawn, my_part
 from tests.support.prepared_inputs import K, input_of, parallel, siblings
@@ -118,4 +119,5 @@ def test_outputs_without_a_gradient_send_nothing(mesh: DeviceMesh) -> None:
         with Wire() as wire:
             y.sum().backward()
         assert wire.collectives == [] and x.grad is None
-        assert all(p.grad is None for p in module.parameters())
+        # DTensor of torch 2.11 makes zeros
+        assert not any(own_part(p.grad).any() for p in module.parameters() if p.grad is not None)
