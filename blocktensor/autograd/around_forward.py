@@ -51,3 +51,11 @@ class AroundForward:
     def _end(self, module: nn.Module, args: Any, result: Any) -> None:
         if not is_compiling():
             self.end()
+
+
+def was_interrupted(forward: Caller | None) -> bool:
+    """Return True if the function that runs a forward has ended; False without one.
+
+    After a KeyboardInterrupt, torch calls no hook that says so.
+    """
+    return forward is not None and forward.has_ended()

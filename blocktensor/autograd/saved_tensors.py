@@ -14,7 +14,7 @@ from torch.compiler import is_dynamo_compiling
 
 from ..tensor.torch_internals.callers import Caller
 from ..tensor.torch_internals.frames import never_compiled
-from .around_forward import AroundForward
+from .around_forward import AroundForward, was_interrupted
 from .packed import KeptTensor, SavedTensor, rows_of
 from .packed_in_graphs import (
     PackedInGraph,
@@ -26,7 +26,7 @@ from .packed_in_graphs import (
 from .packed_once import packed_once
 from .saved_kinds import MIN_ELEMENTS, OF_GRAPH, SMALL, why_kept
 from .saved_report import SavedReport
-from .saved_with_result import COMPARED, is_compared, note_packed
+from .saved_with_result import COMPARED, keep_what_it_compares, note_packed
 
 IN_GRAPHS = (
     "what this compiled graph saves is kept in high precision; enter the context outside of "
@@ -94,8 +94,8 @@ class SavedTensors(SavedReport):
         return Registered(self, module)
 
     def _pack(self, x: Tensor) -> SavedTensor | KeptTensor:
-        is_result = is_compared(x)
-        reason = why_kept(x) or (COMPARED if is_result else None)
+        is_compared = keep_what_it_compares(x)
+        reason = why_kept(x) or (COMPARED if is_compared else None)
         if reason is None and not self.enabled:
             reason = "not enabled"
         if reason is None and _in_backward():
@@ -225,7 +225,7 @@ def _innermost() -> SavedTensors | None:
 def _end_what_was_interrupted() -> None:
     """End the contexts of forwards that a KeyboardInterrupt has ended."""
     entered = _this_thread.entered
-    while entered and (forward := entered[-1].forward) is not None and forward.has_ended():
+    while entered and was_interrupted(entered[-1].forward):
         _end_innermost()
 
 

@@ -82,8 +82,11 @@ class _Thread(threading.local):
 _this_thread = _Thread()
 
 
-def is_compared(x: Tensor) -> bool:
-    """Return True for the result of an operation that compares inputs with it; keep these, too."""
+def keep_what_it_compares(x: Tensor) -> bool:
+    """Return True if ``x`` is the result of an operation that compares inputs with it.
+
+    While the operation saves ``x``, exchange the casts of these inputs for the inputs.
+    """
     node = x.grad_fn
     if node is None or not _compares(node):
         return False
@@ -112,7 +115,10 @@ def _compares(node: Any) -> bool:
 
 @functools.cache
 def _saves_both(node: type) -> bool:
-    """Return True for nodes that save an input and the result, except for statistics of it."""
+    """Return True for nodes that save an input and the result itself.
+
+    The results of norms that are saved are statistics (``result1``), which need no exact input.
+    """
     saved = {name.removeprefix(_SAVED) for name in dir(node) if name.startswith(_SAVED)}
     name = node.__name__
     if name.startswith(_NEED_NO_BITS):

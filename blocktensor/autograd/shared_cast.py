@@ -21,6 +21,7 @@ from ..ops.runtime.launch import current_stream
 from ..ops.runtime.specialize import must_dispatch
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.torch_internals.callers import Caller
+from .around_forward import was_interrupted
 from .plan import Plan
 
 AnyPlan = TypeVar("AnyPlan", bound=Plan)
@@ -52,7 +53,7 @@ class SharedCasts:
     def begin(self, forward: Caller | None = None) -> None:
         """Share casts in this thread from now on, while ``forward`` runs."""
         outer = this_thread.running
-        while outer is not None and outer.was_interrupted():
+        while outer is not None and was_interrupted(outer.forward):
             outer = outer.outer
         this_thread.running = Run(self, outer, forward)
 
@@ -98,10 +99,6 @@ class Run:
     ) -> None:
         self.shared, self.outer, self.forward = shared, outer, forward
         self._latest: _Latest | None = None
-
-    def was_interrupted(self) -> bool:
-        """Return True if the forward has ended, and called no hook that ends this run."""
-        return self.forward is not None and self.forward.has_ended()
 
     def forms_of(
         self,
@@ -149,7 +146,7 @@ class Run:
             latest = self._latest = _Latest(whole, _Latest.drop)
             latest.key, latest.forms, latest.memory = key, (), memory.detach()
         if len(latest.forms) >= (2 if plan.x_columnwise is None else 4):
-            if self.was_interrupted():
+            if was_interrupted(self.forward):
                 this_thread.running = self.outer
                 return ()
             self.shared.saved += 1

@@ -202,7 +202,7 @@ def _swap_all(model: nn.Module, action: str, swapped: Swapped, progress: bool | 
     }
     sharded = sharded_in(model)
     for weight in weights:
-        is_sharded = f"{weight.name}.{weight.key}".lstrip(".") in sharded
+        is_sharded = (weight.module, weight.key) in sharded
         _check(weight, action, others.get(id(weight.parameter)), is_sharded)
     names = []
     changed: set[int] = set()  # tied weights are swapped once and listed under each name

@@ -35,9 +35,10 @@ def _check_not_sharded(model: nn.Module) -> None:
     Raises:
         NotImplementedError: it does.
     """
-    sharded = sharded_in(model).items()
-    name = next((name for name, part in sharded if isinstance(part, GatheredInFP8)), None)
-    if name is not None:
+    for (module, key), part in sharded_in(model).items():
+        if not isinstance(part, GatheredInFP8):
+            continue
+        name = next(f"{n}.{key}".lstrip(".") for n, x in model.named_modules() if x is module)
         raise NotImplementedError(
             f"adapters of a model with FP8 weights that FSDP2 has cut ({name!r}): peft would make "
             f"parameters that FSDP2 neither shards nor reduces, and each rank would train others. "

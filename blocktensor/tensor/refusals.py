@@ -134,7 +134,7 @@ def name_module(error: Exception, operands: Any) -> None:
     is_refused = isinstance(error, NotImplementedError)
     if is_refused and (weights := _weights_of(model, operands)):
         text += f", by {' and '.join(map(repr, weights))}"
-        if "blocktensor.unfreeze(model)" not in text:  # no other remedy yet
+        if "blocktensor.unfreeze(model)" not in text:  # an error that names it has its remedy
             text += f"; to compute that in high precision, {_unconverted(weights)}"
     error.args = (text,)
     error.names_module = True  # type: ignore[attr-defined]

@@ -22,7 +22,7 @@ from ...recipe import Recipe
 from ...tensor.base import MasterBase
 from ..part import Part, Region, check_groups, max_over_ranks
 from ..ranks import agree
-from .fsdp_internals import ShardedParam, sharded_with
+from .fsdp_internals import ShardedParam, by_group, sharded_with
 
 
 class View(NamedTuple):
@@ -315,11 +315,7 @@ def place_of(owner: Any) -> Place | None:
     if place is None or place.table.alone:
         together, are_all = sharded_with(owner)
         if together and (are_all or place is None):
-            by_group: dict[str, list[ShardedParam]] = {}
-            for weight in together:
-                if _shard_of(weight) is not None:
-                    by_group.setdefault(weight.group.group_name, []).append(weight)
-            for weights in by_group.values():
+            for weights in by_group(x for x in together if _shard_of(x) is not None):
                 _build(weights, alone=not are_all)
             place = known_place(owner)
     return place
@@ -331,10 +327,7 @@ def _build(weights: Sequence[ShardedParam], alone: bool) -> None:
     for weight, recipe in zip(weights, recipes, strict=True):
         each = ceil_div(weight.shape[weight.dim], weight.ranks)
         check_groups(weight.shape, weight.dim, each, recipe.weight_format)
-    lines = [
-        f"{weight.name} {list(weight.shape)} sharded on dim {weight.dim}, {recipe}"
-        for weight, recipe in zip(weights, recipes, strict=True)
-    ]
+    lines = [f"{weight}, {recipe}" for weight, recipe in zip(weights, recipes, strict=True)]
     agree("sharded FP8 weights", lines, weights[0].group)
     places = [_PLACES.get(weight.owner()) for weight in weights]
     known = [

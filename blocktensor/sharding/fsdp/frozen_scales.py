@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..ranks import agree
-from .fsdp_internals import ShardedParam, sharded_with
+from .fsdp_internals import ShardedParam, by_group, sharded_with
 
 _COMPARED: weakref.WeakKeyDictionary[Any, tuple[weakref.ref[Tensor], int]]
 _COMPARED = weakref.WeakKeyDictionary()
@@ -33,40 +33,32 @@ def compare_frozen(owner: Any) -> None:
     if owner is None or _is_compared(owner):
         return
     together, _ = sharded_with(owner)
-    by_group: dict[str, list[ShardedParam]] = {}
-    for weight in together:
-        if scale_of(weight) is not None:
-            by_group.setdefault(weight.group.group_name, []).append(weight)
-    for weights in by_group.values():
-        agree("frozen sharded FP8 weights", list(map(_line, weights)), weights[0].group)
+    for weights in by_group(x for x in together if _scale_of(x.local) is not None):
+        agree("frozen sharded FP8 weights", [_line(x, x.local) for x in weights], weights[0].group)
         for weight in weights:
-            if (scale := scale_of(weight)) is not None:
-                _COMPARED[weight.owner()] = weakref.ref(scale), _version(scale)
+            _COMPARED[weight.owner()] = _state_of(weight.local)
 
 
-def scale_of(weight: ShardedParam) -> Tensor | None:
-    """Return the scales of a frozen weight; None for other parameters."""
-    return getattr(weight.local, "scale", None)
+def _scale_of(local: Any) -> Tensor | None:
+    """Return the scales of a frozen weight's part; None for other parameters."""
+    return getattr(local, "scale", None)
 
 
 def _is_compared(owner: Any) -> bool:
     scale, version = _COMPARED.get(owner, (None, 0))
-    present: Tensor = owner._sharded_local_tensor.scale
-    return scale is not None and scale() is present and version == _version(present)
+    present = owner._sharded_local_tensor
+    return scale is not None and scale() is present.scale and version == _state_of(present)[1]
 
 
-def _version(scale: Tensor) -> int:
-    return 0 if scale.is_inference() else scale._version
+def _state_of(local: Any) -> tuple[weakref.ref[Tensor], int]:
+    """Return a reference to the scales of a frozen weight's part, and their version."""
+    scale = local.scale
+    return weakref.ref(scale), 0 if scale.is_inference() else scale._version
 
 
-def _line(weight: ShardedParam) -> str:
-    scale, local = scale_of(weight), cast(Any, weight.local)
-    assert scale is not None
+def _line(weight: ShardedParam, local: Any) -> str:
     digest = "none"
-    if not scale.is_meta:
-        values = scale.detach().contiguous().cpu().view(torch.uint8).numpy().tobytes()
+    if not local.scale.is_meta:
+        values = local.scale.detach().contiguous().cpu().view(torch.uint8).numpy().tobytes()
         digest = hashlib.sha256(values).hexdigest()[:16]
-    return (
-        f"{weight.name} {list(weight.shape)} sharded on dim {weight.dim}, frozen, {local.recipe}, "
-        f"scales with the digest {digest}"
-    )
+    return f"{weight}, frozen, {local.recipe}, scales with the digest {digest}"

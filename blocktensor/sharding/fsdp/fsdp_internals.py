@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -57,6 +57,9 @@ class ShardedParam:
         self.start = min(rank * each, whole)
         self.device: torch.device = param.device
         self.owner, self._group, self._context = map(weakref.ref, (param, group, context))
+
+    def __str__(self) -> str:
+        return f"{self.name} {list(self.shape)} sharded on dim {self.dim}"
 
     @property
     def tensor(self) -> Tensor | None:
@@ -124,6 +127,14 @@ def sharded_with(owner: Any) -> tuple[list[ShardedParam], bool]:
     return [], False
 
 
+def by_group(weights: Iterable[ShardedParam]) -> Iterable[list[ShardedParam]]:
+    """Return the weights that each group of ranks holds, in their order."""
+    found: dict[str, list[ShardedParam]] = {}
+    for weight in weights:
+        found.setdefault(weight.group.group_name, []).append(weight)
+    return found.values()
+
+
 class Sharding(NamedTuple):
     """The cut of one parameter by FSDP2.
 
@@ -181,25 +192,28 @@ def owner_of(local: Tensor, module: nn.Module | None = None) -> Any:
 
 def adopt_parameters(model: nn.Module) -> None:
     """Make FSDP refer to the parameters that modules were assigned, as it does after a move."""
-    for _, param in _params_in(model):
+    for param in _params_in(model):
         param.reset_sharded_param()
 
 
-def sharded_in(model: nn.Module) -> dict[str, Tensor]:
-    """Return the parts on this rank of what FSDP2 shards in a model, gathered or not, by name."""
+def sharded_in(model: nn.Module) -> dict[tuple[nn.Module, str], Tensor]:
+    """Return the parts on this rank of the parameters that FSDP2 shards, gathered or not.
+
+    Their keys are the module that holds a parameter, and its name there.
+    """
     if "torch.distributed.fsdp" not in sys.modules:
         return {}
-    return {name: param._sharded_local_tensor for name, param in _params_in(model)}
+    return {
+        (param._module_info.module, param._module_info.param_name): param._sharded_local_tensor
+        for param in _params_in(model)
+    }
 
 
-def _params_in(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield FSDP's objects for the parameters of a model, each with the name in the model."""
-    names = {module: name for name, module in model.named_modules()}
+def _params_in(model: nn.Module) -> Iterator[Any]:
+    """Yield FSDP's objects for the parameters of a model."""
+    modules = set(model.modules())
     for state in _states():
-        for param, _ in _params(state):
-            module, key = param._module_info.module, param._module_info.param_name
-            if module in names:
-                yield f"{names[module]}.{key}".lstrip("."), param
+        yield from (param for param, _ in _params(state) if param._module_info.module in modules)
 
 
 def gathered_shape(local: Tensor) -> tuple[int, ...] | None:

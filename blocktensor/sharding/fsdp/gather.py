@@ -181,7 +181,10 @@ class GatheredFrozen(GatheredInFP8):
 
     @property
     def fsdp_pre_all_gather(self) -> Callable[..., Inputs]:
-        """Return the method that FSDP calls, after ranks have compared their weights: see above."""
+        """Return the method that FSDP calls for the tensors to gather.
+
+        The ranks compare their weights when FSDP reads this property, as for trainable weights.
+        """
         compare_frozen(owner_of(self))
         return self._rows
 
