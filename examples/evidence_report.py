@@ -302,6 +302,7 @@ def write(
     plots = out.parent / "plots"
     plots.mkdir(parents=True, exist_ok=True)
     found = {model: each for model in MODELS if (each := differences(results, model, variants))}
+    largest, default = [*found][-1], "fp8_128x128"
     draw_differences(found, plots / "evidence_differences.svg")
     lines = [
         "# Evidence",
@@ -317,6 +318,11 @@ def write(
         "we have no larger or longer ones.",
         "",
         "![Paired differences and their intervals](plots/evidence_differences.svg)",
+        "",
+        f"{MODELS[largest]}, training losses and their differences to bf16, means of {SMOOTHED}",
+        "steps ([the other models](#curves)):",
+        "",
+        f"![Curves](plots/evidence_{largest}.svg)",
         "",
         "## The rule",
         "",
@@ -362,8 +368,8 @@ def write(
                 lines.append(f"- {MODELS[model]}, {names}: {interval(direct)}")
     for model in found:
         draw_curves(results, model, plots / f"evidence_{model}.svg")
-        lines += ["", f"{MODELS[model]}:", "", f"![Curves](plots/evidence_{model}.svg)"]
-    largest, default = [*found][-1], "fp8_128x128"
+        if model != largest:
+            lines += ["", f"{MODELS[model]}:", "", f"![Curves](plots/evidence_{model}.svg)"]
     draw_time(results, largest, default, plots / "evidence_time.svg")
     lines += [
         "",
@@ -372,6 +378,8 @@ def write(
         "Pairs of one seed on cards of one type, without time for evaluation, compared when the",
         "faster run of a pair ends: means of its seeds. The slower one has read less by then, and",
         f"its learning rate has not come down; losses are of the last {WINDOW} steps.",
+        "`--convert-small` converts all layers, to compare losses: by default, `convert` leaves the",
+        "whole model of 120M in bf16, since FP8 is slower at its sizes.",
         "",
         *equal_time_table(results, default),
         "",
