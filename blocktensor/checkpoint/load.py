@@ -356,6 +356,7 @@ def _one_of(
     return compute(read)[name][box]
 
 
+@torch.inference_mode(False)  # weights made there could never be trained, or read for it
 def _load(
     model: nn.Module,
     targets: Mapping[str, _Target],

@@ -98,6 +98,20 @@ def test_there_and_back(tmp_path: Path, target: str) -> None:
         assert torch.equal(model(TOKENS), source(TOKENS))
 
 
+def test_a_model_loaded_in_inference_mode_has_gradients(folder: Path) -> None:
+    model, expected = TARGETS["plain"](), TARGETS["plain"]()
+    load_fp8(expected, folder)
+    with torch.inference_mode():
+        load_fp8(model, folder)
+    for each in (model, expected):
+        each(TOKENS).float().square().mean().backward()
+    for (name, got), want in zip(model.named_parameters(), expected.parameters(), strict=True):
+        assert got.requires_grad == want.requires_grad, name
+        if want.grad is not None:
+            assert torch.equal(got.grad, want.grad), name
+    assert model.embed.weight.grad.any()
+
+
 def test_a_shared_module_may_have_any_of_its_names(tmp_path: Path) -> None:
     source, model = filled(frozen=True), filled(5, convert=False)
     source.again = model.again = None
