@@ -82,6 +82,7 @@ def paths() -> dict[str, CallPath]:
 
 
 @pytest.mark.not_repeated
+@pytest.mark.skipif(torch.__version__ < (2, 13), reason="pipelines are watched in each forward")
 @pytest.mark.parametrize("section", ["Forward", "Backward"])
 def test_the_document_has_every_change_of_file_and_they_are_few(
     paths: dict[str, CallPath], section: str

@@ -34,6 +34,7 @@ from ..ops.thin.layout import order_of
 from ..recipe import Recipe
 from ..tensor.adapted import LowRank
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
+from ..tensor.torch_internals.frames import is_in_graph
 from .backward import FP8Function, Gradients, given_out, refuse_gradients, run_backward
 from .matmuls import caster, matmul_of
 from .plan import Plan, autocast_dtype, plan_matmul, recipe_of
@@ -88,7 +89,8 @@ def _of_rows(*operands: Any) -> Tensor:
 
 def _takes(x: Tensor, w: Tensor, term: LowRank, offs: Tensor | None) -> bool:
     plain = x, term.a, term.b, *(() if offs is None else (offs,))
-    if not is_compiling() and any(type(t) not in PLAIN for t in plain):
+    # before torch 2.13 Dynamo leaves grouped_mm to AOTAutograd
+    if not is_compiling() and any(type(t) not in PLAIN and not is_in_graph(t) for t in plain):
         return False
     if not isinstance(w, BlockwiseFP8Tensor) or isinstance(x, BlockwiseFP8Tensor):
         return False

@@ -128,8 +128,9 @@ class _LowRank(FP8Function):
             rows = _Rows.of(x, offs)
             u = rows.scaled(rows.times(x, a.transpose(-2, -1)), scaling)
             added = rows.times(u, b.transpose(-2, -1))
-            is_whole = added.shape == y.shape
-            made = added.add_(y) if is_whole else y + added[:, : y.shape[1]]
+            # torch.compile fuses the sum; torch 2.11 returns no gradients if it is made in place
+            in_place = added.shape == y.shape and not is_compiling()
+            made = added.add_(y) if in_place else y + added[:, : y.shape[1]]
         needs_da, needs_db = ctx.needs_input_grad[2:4]
         kept = x if needs_da else None, u if needs_db else None
         ctx.save_for_backward(*kept, a, b, *rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ops.formats import BlockFormat, ceil_div
+from ..patches import STRIDED_SHARDS
 from ..tensor.base import FP8Base
 
 
@@ -87,9 +89,28 @@ def cut_as_experts(x: Tensor, stack: Any, dim: int, pieces: int = 1) -> Tensor:
     from torch.distributed.tensor import Shard, distribute_tensor
     from torch.distributed.tensor.placement_types import _StridedShard
 
+    if STRIDED_SHARDS.is_declared:
+        STRIDED_SHARDS.apply()
     cut = Shard(dim) if pieces == 1 else _StridedShard(dim, split_factor=pieces)
     placements = [p if p.is_replicate() else cut for p in stack.placements]
     return distribute_tensor(x, stack.device_mesh, placements)
+
+
+if torch.__version__ < "2.13":  # versions, not texts, are compared
+
+    @STRIDED_SHARDS.made_by
+    def _planning_greedily(theirs: Any) -> Any:
+        @functools.wraps(theirs)
+        def gen_transform_infos(source: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
+            from torch.distributed.tensor._redistribute import get_redistribute_planner
+
+            try:
+                return theirs(source, target, *args, **kwargs)
+            except ValueError:  # the parts have no order of shards; torch 2.13 goes on so, too
+                planner = get_redistribute_planner(source.device_mesh, source.tensor_meta)
+                return planner.generate_greedy_transform_infos(source, target)
+
+        return gen_transform_infos
 
 
 def parallel_kind(module: nn.Module) -> str | None:

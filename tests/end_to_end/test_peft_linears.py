@@ -377,9 +377,17 @@ def test_audit_finds_what_runs(calls: list[int]) -> None:
 
 @instantiates
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
-def test_a_compiled_model_has_one_graph_and_the_same_bits() -> None:
-    model, x = adapted(base()), randn(2, 3, K, seed=3)
+@pytest.mark.parametrize("kind", ["one adapter", "two adapters", "dropout", "masters"])
+def test_a_compiled_model_has_one_graph_and_the_same_bits(kind: str) -> None:
+    """A dropout that drops nothing: terms are added to the output, one by one, as second ones."""
+    model = adapted(base(frozen=kind != "masters"), lora_dropout=1e-9 * (kind == "dropout"))
+    if kind == "two adapters":
+        both = LoraConfig(r=3, target_modules=["first", "second"], init_lora_weights=False)
+        model.add_adapter("other", both)
+        model.base_model.set_adapter(["default", "other"])
+    x = randn(2, 3, K, seed=3)
     want = results(model, x)
+    assert all(grad.any() for grad in want)
     with fresh():
         compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
         found = results(compiled, x)

@@ -13,7 +13,7 @@ from expecttest import assert_expected_inline
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from blocktensor import BlockwiseFP8Weight, Recipe, audit, audit_step, convert, functional
 from blocktensor.reports import AuditReport
@@ -127,6 +127,8 @@ def test_attention_whose_values_have_another_size() -> None:
         (backward, (out, q, k, v), 3 * 16 + 2 * 32),
         (flex, (q, k, v, out), 3 * 16 + 2 * 32),
     ):
+        if op is flex and flex not in flop_registry:
+            continue  # torch 2.11
         matmul = matmul_of(op, args, {}, out)
         assert matmul is not None and matmul[:4] == (8, 6, 10, 16)
         assert matmul.flops == 2 * 8 * 6 * 10 * sizes

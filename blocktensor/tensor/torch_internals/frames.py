@@ -36,6 +36,11 @@ def _skipped(function: _Function, action_of_callees: Any) -> _Function:
     return function
 
 
+def is_in_graph(x: object) -> bool:
+    """Return True for a tensor of a graph that AOTAutograd traces, after Dynamo."""
+    return isinstance(x, FunctionalTensor)
+
+
 def is_in_joint_graph(x: object) -> bool:
     """Return True for a tensor of a forward that AOTAutograd traces together with its backward."""
-    return torch.is_grad_enabled() and isinstance(x, FunctionalTensor)
+    return torch.is_grad_enabled() and is_in_graph(x)
