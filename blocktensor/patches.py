@@ -47,6 +47,7 @@ class Patch:
         when: the first use of blocktensor that applies the patch.
         test: the test that fails without it.
         without: what does not work if the patch is left out.
+        for_fp8: if True, any FP8 weight needs it, and :func:`apply_for_fp8` applies it.
         is_required: if True, leaving the patch out raises at the first use; otherwise it warns.
         original: the object that was replaced.
     """
@@ -59,6 +60,7 @@ class Patch:
     when: str
     test: str
     without: str
+    for_fp8: bool = False
     is_required: bool = False
     original: Any = field(default=None, init=False, repr=False)
     _make: Callable[..., Any] | None = field(default=None, init=False, repr=False)
@@ -266,9 +268,6 @@ def _names_in(text: str) -> frozenset[str]:
 
 # The table
 
-FP8_TENSOR = "the first FP8 tensor"
-"""The use that applies a patch which any FP8 weight needs."""
-
 SWAP_TENSORS = Patch(
     name="swap_tensors",
     target="torch.utils:swap_tensors",
@@ -276,10 +275,11 @@ SWAP_TENSORS = Patch(
     reason="refuses to move a parameter that has weak references (of an EMA, of torch.export) or "
     "waits for its backward; register_parametrization makes an FP8 weight plain",
     versions="torch 2.11 to 2.13",
-    when=FP8_TENSOR,
+    when="the first FP8 tensor",
     test="tests/tensor/compat/test_swap_in.py::test_a_weight_with_weak_references_is_moved",
     without=".to(), .half() and the like raise for FP8 weights with weak references, their "
     "backwards that wait raise, and a parametrization makes a weight plain",
+    for_fp8=True,
 )
 
 COMPILE_CACHE_KEY = Patch(
@@ -288,11 +288,12 @@ COMPILE_CACHE_KEY = Patch(
     kind="attribute",
     reason="its caches of compiled graphs do not see this package's code",
     versions="torch 2.11 to 2.13",
-    when=f"{FP8_TENSOR}, or a matmul that is compiled",
+    when="the first FP8 tensor, or a matmul that is compiled",
     test="tests/tensor/torch_internals/test_aot_autograd.py"
     "::test_torch_finds_compiled_graphs_by_the_key",
     without="after an update of blocktensor, torch.compile may run graphs of the version before: "
     "empty TORCHINDUCTOR_CACHE_DIR then",
+    for_fp8=True,
 )
 
 PARAMETER_REGISTRATION = Patch(
@@ -302,10 +303,11 @@ PARAMETER_REGISTRATION = Patch(
     reason="load_state_dict(assign=True) replaces an FP8 weight that a module was given later "
     "(b.weight = a.weight) by a plain one, and asks nobody",
     versions="torch 2.11 to 2.13",
-    when=FP8_TENSOR,
+    when="the first FP8 tensor",
     test="tests/test_patches.py::test_a_weight_that_is_assigned_brings_its_hooks",
     without="call blocktensor.convert again after b.weight = a.weight, or "
     "load_state_dict(assign=True) makes that weight plain",
+    for_fp8=True,
 )
 
 PIPELINE_HALVES = Patch(
@@ -352,9 +354,10 @@ SAVE_PRETRAINED = Patch(
     kind="attribute",
     reason="cannot write frozen FP8 weights",
     versions="transformers 5.17 to 5.23",
-    when=f"{FP8_TENSOR}, or a conversion, after transformers was imported",
+    when="the first FP8 tensor, or a conversion, after transformers was imported",
     test="tests/conversion/test_pretrained_models.py::test_what_load_fp8_froze_is_saved",
     without="save_pretrained raises for models with frozen FP8 weights: use blocktensor.save_fp8",
+    for_fp8=True,
 )
 
 RESIZE_TOKEN_EMBEDDINGS = Patch(
@@ -363,9 +366,10 @@ RESIZE_TOKEN_EMBEDDINGS = Patch(
     kind="attribute",
     reason="makes a plain head in the place of one in FP8",
     versions="transformers 5.17 to 5.23",
-    when=f"{FP8_TENSOR}, or a conversion, after transformers was imported",
+    when="the first FP8 tensor, or a conversion, after transformers was imported",
     test="tests/conversion/test_pretrained_models.py::test_a_head_in_fp8_is_not_resized",
     without="resize_token_embeddings makes an FP8 head plain, without an error",
+    for_fp8=True,
 )
 
 GIVEN_CONFIG = Patch(
@@ -423,11 +427,12 @@ EXPERT_ADAPTERS = Patch(
     reason="computes W + B A of expert stacks in every forward, of the stack's size in high "
     "precision, and registers a parametrization for it",
     versions="peft 0.21",
-    when=f"{FP8_TENSOR}, or a conversion, after peft was imported; or import "
+    when="the first FP8 tensor, or a conversion, after peft was imported; or import "
     "blocktensor.integrations.peft",
     test="tests/end_to_end/test_peft_experts.py::test_nothing_of_the_size_of_a_stack_is_allocated",
     without="several active adapters of an FP8 stack are added to its high-precision values in "
     "every forward, and each forward registers a parametrization",
+    for_fp8=True,
 )
 
 LINEAR_ADAPTERS = Patch(
@@ -437,10 +442,11 @@ LINEAR_ADAPTERS = Patch(
     reason="converts inputs of adapters to fp32 and saves these, and adds each adapter in several "
     "passes over the output",
     versions="peft 0.21",
-    when=f"{FP8_TENSOR}, or a conversion, after peft was imported; or import "
+    when="the first FP8 tensor, or a conversion, after peft was imported; or import "
     "blocktensor.integrations.peft",
     test="tests/end_to_end/test_peft_linears.py::test_no_copy_of_an_input_is_saved",
     without="LoRA of linear layers takes more time and memory",
+    for_fp8=True,
 )
 
 ADAPTERS_OF_CUT_EXPERTS = Patch(
@@ -450,10 +456,11 @@ ADAPTERS_OF_CUT_EXPERTS = Patch(
     reason="makes adapters of all experts on each rank, also of stacks whose experts are cut "
     "between ranks",
     versions="peft 0.21",
-    when=f"{FP8_TENSOR}, or a conversion, after peft was imported; or import "
+    when="the first FP8 tensor, or a conversion, after peft was imported; or import "
     "blocktensor.integrations.peft",
     test="tests/end_to_end/test_peft_cut_experts.py::test_ranks_train_the_adapters_of_their_experts",
     without="a forward with an adapter of FP8 experts that are cut between ranks raises",
+    for_fp8=True,
 )
 
 ADAPTERS_OF_SHARDS = Patch(
@@ -463,10 +470,11 @@ ADAPTERS_OF_SHARDS = Patch(
     reason="makes adapters in a model that FSDP2 has sharded already, which FSDP2 neither shards "
     "nor reduces",
     versions="peft 0.21",
-    when=f"{FP8_TENSOR}, or a conversion, after peft was imported; or import "
+    when="the first FP8 tensor, or a conversion, after peft was imported; or import "
     "blocktensor.integrations.peft",
     test="tests/conversion/test_sharded_adapters.py",
     without="get_peft_model after fully_shard trains other adapters on each rank, without an error",
+    for_fp8=True,
 )
 
 STRIDED_SHARDS = Patch(
@@ -520,8 +528,6 @@ PTXAS = Patch(
 PATCHES = tuple(value for value in list(globals().values()) if isinstance(value, Patch))
 """All patches, in the order of the table."""
 
-_OF_ANY_WEIGHT = tuple(patch for patch in PATCHES if patch.when.startswith(FP8_TENSOR))
-
 is_pending = True
 """True until the first FP8 tensor exists."""
 
@@ -533,8 +539,8 @@ def apply_for_fp8() -> None:
         As :meth:`Patch.apply`.
     """
     global is_pending
-    for patch in _OF_ANY_WEIGHT:
-        if patch.is_declared:
+    for patch in PATCHES:
+        if patch.for_fp8 and patch.is_declared:
             patch.apply()
     is_pending = False
 

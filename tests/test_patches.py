@@ -50,8 +50,8 @@ def test_every_patch_is_made_in_one_place_and_has_a_test(each: Patch) -> None:
     (variable,) = [name for name, value in vars(patches).items() if value is each]
     assert sum(source.count(f"{variable}.made_by") for source in sources) == 1
     used = rf"\b{variable}\.(apply|during|give_class)\("
-    by_weights = each.when.startswith(patches.FP8_TENSOR)
-    assert by_weights or any(re.search(used, source) for source in sources)
+    assert each.when.startswith("the first FP8 tensor") == each.for_fp8
+    assert each.for_fp8 or any(re.search(used, source) for source in sources)
     file, _, name = each.test.partition("::")
     assert not name or f"def {name}(" in (ROOT / file).read_text("utf-8")
     assert (ROOT / file).is_file()

@@ -18,8 +18,9 @@ from ..ops.producers.activations import ACTIVATIONS, ActivationName
 from ..ops.producers.ops import gated, gated_backward, joint_gated_backward
 from ..ops.producers.reference import gradients
 from ..recipe import Recipe
+from ..tensor.weight import FP8_TYPES
 from .matmuls import Dense
-from .plan import FP8_TYPES, Plan, difference_of, plan_matmul
+from .plan import Plan, difference_of, plan_matmul
 
 LARGE_BYTES = 64 << 20
 """Size of gate from which the gradients of gate and up are made one after the other."""

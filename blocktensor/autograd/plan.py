@@ -23,11 +23,9 @@ from ..patches import COMPILE_CACHE_KEY
 from ..recipe import DEFAULT_RECIPE, Recipe
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.refusals import check_grid, check_scaling
-from ..tensor.weight import BlockwiseFP8Weight
+from ..tensor.weight import FP8_TYPES, BlockwiseFP8Weight
 from ..tensor.weight_cache import ONE_READ_BYTES, FP8Cache
 from .pipelining import LOSES_GRAPHS, watch_halves
-
-FP8_TYPES = (BlockwiseFP8Weight, BlockwiseFP8Tensor)
 
 LARGE_BYTES = ops.LARGE_BYTES
 """Tensors of this size are freed as early as possible in backward, at the cost of host time."""

@@ -54,7 +54,7 @@ def why_kept(x: Tensor) -> str | None:
         return PARAMETER if is_parameter else f"a {type(x).__name__}"
     if x.dtype not in HIGH_PRECISION:
         return "not bf16, fp16 or fp32"
-    if x.layout is not torch.strided or x.is_nested:
+    if not is_strided(x):
         return "not strided"
     if not (x.requires_grad or hasattr(x, _ATTRIBUTE)):
         is_large = x.numel() >= MIN_ELEMENTS and x.ndim > 1

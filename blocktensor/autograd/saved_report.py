@@ -131,8 +131,7 @@ class SavedReport(Report):
             return
         if len(self._kept) > _MAX_KEPT:  # one context around many steps
             self._kept = {key: kept for key, kept in self._kept.items() if not kept.expired()}
-        is_plain = type(x) is Tensor and x.layout is torch.strided and not x.is_nested
-        count = self._keep(x) if is_plain else sum(map(self._keep, _parts_of(x)))
+        count = sum(map(self._keep, _parts_of(x)))
         if count:
             _add(self._counts, reason, x.dtype, x.shape, count, count)
 

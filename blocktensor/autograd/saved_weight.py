@@ -17,7 +17,7 @@ from ..ops.formats import BlockFormat, Quantized
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor, Generation
 from ..tensor.operand import Operand, operand_of
 from ..tensor.torch_internals.aot_autograd import kept_in_backward
-from ..tensor.weight import BlockwiseFP8Weight
+from ..tensor.weight import FP8_TYPES, BlockwiseFP8Weight
 from ..tensor.weight_cache import ForwardCast, FP8Cache
 from .plan import Plan
 
@@ -182,6 +182,6 @@ def hold_cast(
 
 def operand_of_weight(w: Tensor, format: BlockFormat) -> Operand:
     """Return the FP8 forms of the values of a weight; a plain one is cast in ``format``."""
-    if isinstance(w, (BlockwiseFP8Weight, BlockwiseFP8Tensor)):
+    if isinstance(w, FP8_TYPES):
         return w.operand
     return Operand(quantize_rowwise(w, format), None)

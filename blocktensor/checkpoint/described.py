@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from ..model.weights import kind_of, stacks_of
+from ..model.weights import full_name, kind_of, stacks_of
 from ..ops.formats import BLOCKS_128X128
 from ..sharding.dtensor import fp8_part
 from .export import Exported
 from .fp8_readers import Checkpoint, Misread, misread
 from .match import some
+from .names import module_of
 from .pretrained import pretrained_models
 
 
@@ -34,7 +35,7 @@ class Described(NamedTuple):
         """The ``quantization_config``, by which other libraries load the FP8 weights."""
         found, modules = self.found, self.found.modules
         formats = [fp8_part(found.tensors[name]).format for name in found.fp8]
-        plain = {modules.get(name, _module(name)) for name in _plain_weights(found)}
+        plain = {modules.get(name, module_of(name)) for name in _plain_weights(found)}
         # As in DeepSeek-V3.1: transformers then keeps the fp32 scales as e8m0, without loss.
         powers = all(format.power_of_two for format in formats)
         return {
@@ -54,10 +55,6 @@ class Described(NamedTuple):
         return Checkpoint(stored, found.fp8, self.config, dtypes)
 
 
-def _module(name: str) -> str:
-    return name.rpartition(".")[0]
-
-
 def _plain_weights(found: Exported) -> Iterator[str]:
     """List the names of weights of linear layers and experts that are not stored in FP8.
 
@@ -68,7 +65,7 @@ def _plain_weights(found: Exported) -> Iterator[str]:
         keys = ("weight",) if isinstance(module, nn.Linear) else stacks_of(module)
         for key in keys:
             if id(getattr(module, key)) not in fp8:
-                yield f"{prefix}.{key}".lstrip(".")
+                yield full_name(prefix, key)
 
 
 def readable(described: Described) -> Described:
@@ -91,7 +88,7 @@ def readable(described: Described) -> Described:
         listed = frozenset(described.further)
         for name, why in wrong.items():
             of_module = {why.module} if why.module else set[str]()
-            if why.module == _module(name):
+            if why.module == module_of(name):
                 of_module.add(modules[name])
             if name in found.fp8:
                 reasons[name] = why.why

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ from ..tensor.base import MasterBase
 from .on_disk import SCALE_SUFFIX
 from .parts import Part, all_of
 from .pretrained import pretrained_models, saved, skeleton
-from .stored import Group, Stored, groups_of, members_of, separated, stored_as
+from .stored import Group, Stored, groups_of, members_of, separated, shapes_of, stored_as
 
 
 class Exported(NamedTuple):
@@ -123,13 +123,21 @@ def iter_fp8(
         0.weight_scale_inv [4, 2] torch.float32
         0.bias [512] torch.bfloat16
     """
-    weights = exported(model, "iter_fp8", separate_experts)
+    return pairs(exported(model, "iter_fp8", separate_experts), rank)
+
+
+Encode = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
+"""A function that returns what is stored of the tensors of a unit in FP8."""
+
+
+def pairs(found: Exported, rank: int | None, encode: Encode = dict) -> Iterator[tuple[str, Tensor]]:
+    """Yield name and tensor of all that is stored of an export, on ``rank``; on all if None."""
     yields = rank is None or rank == (dist.get_rank() if dist.is_initialized() else 0)
     return (
         pair
-        for stored in stored_in_turn(weights, units_of(weights))
+        for stored in stored_in_turn(found, units_of(found))
         if yields
-        for pair in stored.items()
+        for pair in encode(stored).items()
     )
 
 
@@ -149,12 +157,6 @@ def exported(model: nn.Module, caller: str, separate_experts: bool) -> Exported:
             raise ValueError(f"{name} is on the meta device, it has no values: initialise it first")
     found = Exported(model, tensors, fp8, groups_of(model), [], separate_experts)
     return found.with_fp8(fp8, ())
-
-
-def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of parameters and persistent buffers, by their names in ``state_dict``."""
-    state = model.state_dict(keep_vars=True)
-    return {name: tuple(x.shape) for name, x in state.items() if isinstance(x, Tensor)}
 
 
 def _unique_tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from ..ops.formats import BLOCK, BLOCKS_128X128, num_blocks
+from .names import module_of
 from .on_disk import SCALE_SUFFIX
 from .parts import Part
 from .pretrained import Loaded, loaded, rules_of, skeleton
@@ -113,14 +114,14 @@ def _on_gpus(model: nn.Module, checkpoint: Checkpoint) -> dict[str, Misread]:
         why = f"transformers fails as it makes FP8 modules: {error}"
         stacks = {name for x in checkpoint.stored if _is_of_stack(x) for name in x.of}
         wrong = stacks.intersection(checkpoint.fp8) or checkpoint.fp8
-        return {name: Misread(why, _module(name)) for name in wrong}
+        return {name: Misread(why, module_of(name)) for name in wrong}
     state, modules = twin.state_dict(keep_vars=True), dict(twin.named_modules())
     misreads: dict[str, Misread] = {}
     for name, stored in checkpoint.sources.items():
-        is_fp8, module = name in checkpoint.fp8, _module(name)
+        is_fp8, module = name in checkpoint.fp8, module_of(name)
         if name not in state:  # a module above it was replaced
             while module not in modules:
-                module = _module(module)
+                module = module_of(module)
             misreads[name] = Misread("transformers' FP8 module lacks it", module)
         elif is_fp8 and name + SCALE_SUFFIX not in state:
             misreads[name] = Misread("transformers has no FP8 module for it")
@@ -135,10 +136,6 @@ def _on_gpus(model: nn.Module, checkpoint: Checkpoint) -> dict[str, Misread]:
             tied = Misread("transformers ties weights without their scales")
             misreads |= dict.fromkeys(names & checkpoint.sources.keys(), tied)
     return misreads
-
-
-def _module(name: str) -> str:
-    return name.rpartition(".")[0]
 
 
 _OTHER_VALUES = Misread("transformers reads other values")

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 from ..model.names import check_module
 from ..model.progress import check_progress, progress_bar
-from ..model.weights import is_linear, kind_of
+from ..model.weights import full_name, is_linear, kind_of
 from ..patches import apply_for_fp8
 from ..recipe import Recipe
 from ..sharding.dtensor import fp8_part, local_of, own_part
@@ -30,11 +30,12 @@ from ..tensor.compat.swap_in import check_swappable, swap_in
 from ..text_table import Report, Table, collapse
 from .adapters import without_adapters
 from .contents import Entry, entries_of
+from .files import Computed, Files, Read
 from .match import Matched, Source, check_fits, match, some
 from .mxfp4 import Unpacked
 from .on_disk import CheckpointError, require_safetensors
-from .parts import Box, all_of
-from .read import Copy, Read, check_cut, read_frozen, read_values, share_scales, write_values
+from .parts import Box
+from .read import Copy, check_cut, read_frozen, read_values, share_scales, write_values
 
 
 @dataclass(frozen=True)
@@ -288,10 +289,6 @@ def load_matched(
     _load(model, targets, plan, ranks, device, False)
 
 
-Computed = dict[Entry, Callable[[Read, Box], Tensor]]
-"""Functions that compute boxes of tensors which no file holds, from boxes of stored ones."""
-
-
 class _Plan(NamedTuple):
     """A load that was checked, of which nothing is read yet.
 
@@ -367,7 +364,7 @@ def _load(
 ) -> None:
     """Read everything, then change the model."""
     home = ranks.device if device is None else torch.device(device)
-    files = _Files(plan.computed)
+    files = Files(plan.computed)
     values: dict[str, Tensor | list[Copy]] = {}
     extra: dict[str, Tensor] = {}
     modules = {name: module for name, (_, module) in plan.states.items()}
@@ -476,7 +473,7 @@ def _targets(model: nn.Module) -> dict[str, _Target]:
     names = model.state_dict(keep_vars=True)
     for prefix, module in model.named_modules(remove_duplicate=False):
         for attribute, x in (*module._parameters.items(), *module._buffers.items()):
-            name = f"{prefix}.{attribute}" if prefix else attribute
+            name = full_name(prefix, attribute)
             if x is not None and name in names:
                 targets[name] = _Target(module, attribute, x)
     return targets
@@ -486,7 +483,7 @@ def _extra_states(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module
     """Return the modules that have an extra state of one of these names, as torch finds them."""
     methods = "get_extra_state", "set_extra_state"
     known = {
-        f"{prefix}._extra_state".lstrip("."): module
+        full_name(prefix, "_extra_state"): module
         for prefix, module in model.named_modules(remove_duplicate=False)
         if all(getattr(type(module), x) is not getattr(nn.Module, x) for x in methods)
     }
@@ -503,42 +500,3 @@ def _is_multiplied(holders: Sequence[_Target]) -> bool:
         return False
     known = {is_linear(x.module) and x.attribute == "weight" for x in holders}
     return len(known) == 1 or holders[0].current.ndim == 3
-
-
-_OPEN = 2
-"""Maximum number of mapped files: pages that were read count as memory of this process."""
-
-
-class _Files:
-    """A reader of the tensors of a checkpoint, file by file."""
-
-    def __init__(self, computed: Computed) -> None:
-        self._computed = computed
-        self._opened = functools.lru_cache(_OPEN)(_opened)
-
-    def read(self, entry: Entry, box: Box) -> Tensor:
-        """Return a box of a stored tensor, mapped from its file, or of one that is computed."""
-        if entry in self._computed:
-            return self._computed[entry](self.read, box)
-        return _box(entry, box, self._opened)
-
-    def whole(self, entry: Entry) -> Tensor:
-        """Return all of a stored tensor, mapped from its file."""
-        return self.read(entry, all_of(entry.shape))
-
-
-def _opened(file: Path) -> Any:
-    from safetensors import safe_open
-
-    return safe_open(file, framework="pt")
-
-
-def _box(entry: Entry, box: Box, opened: Callable[[Path], Any]) -> Tensor:
-    """Return a box of a tensor mapped from its file: copying it reads the file."""
-    from safetensors import SafetensorError
-
-    try:
-        value: Tensor = opened(entry.file).get_slice(entry.name)[box]
-    except (SafetensorError, OSError, RuntimeError) as error:  # RuntimeError: it cannot be mapped
-        raise CheckpointError(f"{entry} cannot be read ({error})") from None
-    return value

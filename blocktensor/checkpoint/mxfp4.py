@@ -11,7 +11,7 @@ power-of-two scale, unless the scales in it are more than 14 binades apart.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import NamedTuple
 
@@ -22,9 +22,9 @@ from ..ops.cast.ops import dequantize, quantize_rowwise, shard_amax, transpose
 from ..ops.formats import BLOCKS_128X128_POW2, MXFP4_GROUP, Quantized
 from ..ops.reference import mxfp4_scale
 from .contents import Entry, names_of_scales
+from .files import Computed, Read
 from .on_disk import SCALE_SUFFIX
 from .parts import Box, blocks_of, spelled, whole_blocks
-from .read import Read
 
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """The numbers of e2m1, by their four bits (OCP Microscaling Formats 1.0, section 5.3.3)."""
@@ -138,7 +138,7 @@ class Unpacked:
 
     def __init__(self, entries: Mapping[str, Entry]) -> None:
         self.entries = dict(entries)
-        self.computed: dict[Entry, Callable[[Read, Box], Tensor]] = {}
+        self.computed: Computed = {}
         self.rounded: dict[str, int] = {}
         self._inexact: dict[Packed, set[tuple[int, ...]]] = {}
         self._scales: dict[tuple[Packed, str], Tensor] = {}

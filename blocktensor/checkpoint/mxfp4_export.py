@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..model.matrix import all_fp8_weights
@@ -17,7 +16,8 @@ from ..ops.formats import BLOCKS_128X128_POW2, MXFP4_GROUP, Quantized
 from ..sharding.dtensor import fp8_part
 from ..sharding.ranks import Ranks
 from .contents import entries_of
-from .export import Exported, exported, stored_in_turn, units_of
+from .export import Exported, exported, pairs
+from .files import Files
 from .mxfp4 import Packed, encoded, packed_weights
 from .on_disk import SCALE_SUFFIX
 
@@ -72,14 +72,7 @@ def iter_mxfp4(
         0.scale [512, 8] torch.float8_e8m0fnu
     """
     weights = exported(model, "iter_mxfp4", separate_experts)
-    encoding = encoding_of(weights, like)
-    yields = rank is None or rank == (dist.get_rank() if dist.is_initialized() else 0)
-    return (
-        pair
-        for stored in stored_in_turn(weights, units_of(weights))
-        if yields
-        for pair in encoding.encode(stored).items()
-    )
+    return pairs(weights, rank, encoding_of(weights, like).encode)
 
 
 class Encoding(NamedTuple):
@@ -176,7 +169,7 @@ def _check_like(name: str, shape: tuple[int, ...], layout: Packed | None) -> Non
 
 def _as_mxfp4(name: str, form: Quantized, is_kn: bool, layout: Packed | None) -> dict[str, Tensor]:
     """Return the two tensors of a weight in MXFP4, by name."""
-    known = None if layout is None else _read(layout.scales)
+    known = None if layout is None else Files().whole(layout.scales).view(torch.uint8)
     stack = (
         form if form.data.ndim == 3 else form._replace(data=form.data[None], scale=form.scale[None])
     )
@@ -241,11 +234,3 @@ def _places_of_matrix(name: str, codes: Tensor, scales: Tensor) -> list[_Place]:
 
 _DTYPES = {"I8": torch.int8, "U8": torch.uint8, "F8_E8M0": torch.float8_e8m0fnu}
 """The dtypes of tensors in MXFP4, by their names in safetensors files."""
-
-
-def _read(entry: Any) -> Tensor:
-    from safetensors import safe_open
-
-    with safe_open(entry.file, framework="pt") as opened:
-        scales: Tensor = opened.get_tensor(entry.name)
-    return scales.view(torch.uint8)

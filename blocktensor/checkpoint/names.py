@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from ..model.weights import is_transposed
-from .parts import Part, all_of
+from ..model.weights import full_name, is_transposed
+from .parts import Part, all_of, entire
 
 _GATE, _UP, _DOWN = ("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2")
 """Names of an expert's matrices in checkpoints of DeepSeek and Qwen, then in Mixtral's."""
@@ -53,7 +53,7 @@ class Names(NamedTuple):
     def parts(self, shape: Sequence[int]) -> list[Part]:
         """Return where the stored tensors of these names lie in a tensor of ``shape``."""
         if self.experts is None:
-            return [Part(self.templates[0], all_of(shape), all_of(shape), tuple(range(len(shape))))]
+            return [entire(self.templates[0], shape)]
         _, rows, cols = shape
         each = rows // len(self.templates)
         return [
@@ -68,9 +68,9 @@ class Names(NamedTuple):
         ]
 
 
-def whole(name: str) -> Names:
-    """Return the names of a tensor that is stored whole."""
-    return Names((name,))
+def module_of(name: str) -> str:
+    """Return the name of the module of a tensor."""
+    return name.rpartition(".")[0]
 
 
 def possible_names(model: nn.Module) -> dict[str, list[Names]]:
@@ -81,7 +81,7 @@ def possible_names(model: nn.Module) -> dict[str, list[Names]]:
     """
     stacks = _stacks(model)
     return {
-        name: [whole(name), *(_matrices(name, stacks[name]) if name in stacks else ())]
+        name: [Names((name,)), *(_matrices(name, stacks[name]) if name in stacks else ())]
         for name in model.state_dict(keep_vars=True)
     }
 
@@ -89,7 +89,7 @@ def possible_names(model: nn.Module) -> dict[str, list[Names]]:
 def _stacks(model: nn.Module) -> dict[str, Tensor]:
     """Find the parameters that may be stacks of experts ``[E, N, K]``, by name."""
     return {
-        f"{prefix}.{key}" if prefix else key: x
+        full_name(prefix, key): x
         for prefix, module in model.named_modules(remove_duplicate=False)
         for key, x in module._parameters.items()
         if key in _MATRICES and x is not None and x.ndim == 3 and len(x) > 0
@@ -101,5 +101,5 @@ def _matrices(name: str, stack: Tensor) -> Iterator[Names]:
     prefix, _, key = name.rpartition(".")
     for parts in _MATRICES[key]:
         if stack.shape[1] % len(parts) == 0:
-            templates = (f"{prefix}.{{}}.{part}.weight".lstrip(".") for part in parts)
+            templates = (full_name(prefix, f"{{}}.{part}.weight") for part in parts)
             yield Names(tuple(templates), len(stack))

@@ -5,7 +5,7 @@ safetensors maps files into memory, so that only the pages that are copied are r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,12 +22,10 @@ from ..sharding.part import max_over_ranks
 from ..tensor.base import MasterBase
 from ..tensor.weight import BlockwiseFP8Weight
 from .contents import Entry
+from .files import Read
 from .match import Source
 from .on_disk import CheckpointError
 from .parts import Box, Part, all_of, blocks_of
-
-Read = Callable[[Entry, Box], Tensor]
-"""A function that returns a box of a stored tensor, mapped from its file."""
 
 _AT_ONCE = 1 << 24
 """Most elements that are dequantized together, in fp32 copies."""

@@ -17,7 +17,7 @@ from ..model.progress import check_progress, progress_bar
 from ..sharding.ranks import Ranks
 from ..tensor.base import TORCH_FUNCTIONS, implements
 from .described import Described, readable
-from .export import Exported, Unit, exported, stored_in_turn, units_of
+from .export import Encode, Exported, Unit, exported, stored_in_turn, units_of
 from .in_place import holds_nothing, naming, put_in_place, staging, write_json
 from .on_disk import CONFIG, INDEX, SINGLE, require_safetensors, write_shard
 
@@ -115,7 +115,7 @@ def save_fp8(
         weights = described.found
     content = config_of(model) if config is None else config
     content = {**content, "quantization_config": described.config}
-    write_checkpoint(folder, weights, units_of(weights), content, lambda stored: stored)
+    write_checkpoint(folder, weights, units_of(weights), content, dict)
     return folder.path
 
 
@@ -149,7 +149,7 @@ def write_checkpoint(
     found: Exported,
     units: Sequence[Unit],
     config: Mapping[str, Any],
-    encode: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]],
+    encode: Encode,
 ) -> None:
     """Write an export to a folder, as :func:`save_fp8` does.
 
@@ -158,8 +158,7 @@ def write_checkpoint(
         found: the export.
         units: its units, with the bytes that they have in the files.
         config: the content of ``config.json``.
-        encode: a function that returns what is stored of the tensors of a unit in FP8; the rank
-            that writes them calls it.
+        encode: called by the rank that writes a unit.
     """
     ranks, folder = Ranks.of(found.tensors.values()), Path(os.path.realpath(to.path))
     with contextlib.ExitStack() as stack:
@@ -241,7 +240,7 @@ def _write(
     shards: Mapping[Path, list[Unit]],
     folder: Path,
     ranks: Ranks,
-    encode: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]],
+    encode: Encode,
     done: Callable[[int], object],
 ) -> _Share:
     """Write this rank's share of the shards.

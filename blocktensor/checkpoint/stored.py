@@ -9,7 +9,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from ..ops.formats import BLOCKS_128X128
-from .names import NAMES_OF_STACKS, Names, possible_names
+from .names import NAMES_OF_STACKS, Names, module_of, possible_names
 from .parts import Part, cover, entire, sizes_of
 from .pretrained import pretrained_models, saved, skeleton
 from .traced import TracedTensor, traced
@@ -62,12 +62,17 @@ def groups_of(model: nn.Module) -> list[Group]:
 
     If transformers' function fails or is missing, tensors of its models keep their names, too.
     """
-    shapes = {name: tuple(x.shape) for name, x in _tensors(model)}
+    shapes = shapes_of(model)
     groups: list[Group] = []
     for prefix, inner in pretrained_models(model):
         groups += _joined([_prefixed(prefix, stored) for stored in _saved(inner)])
     known = {name for group in groups for stored in group for name in stored.of}
     return groups + [[whole(name, shape)] for name, shape in shapes.items() if name not in known]
+
+
+def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of parameters and persistent buffers, by their names in ``state_dict``."""
+    return {name: tuple(x.shape) for name, x in _tensors(model)}
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -137,7 +142,9 @@ def stored_as(
         members = members_of(group)
         fits = _fits(group, shapes, fp8) and not any(name in own for name in members)
         (chosen if fits else left).append(group)
-    cut = {_module(name) for group in left for name in members_of(group) if len(shapes[name]) == 3}
+    cut = {
+        module_of(name) for group in left for name in members_of(group) if len(shapes[name]) == 3
+    }
     for group in [x for x in chosen if _of_stacks(x, shapes, cut)]:
         chosen.remove(group)
         left.append(group)
@@ -150,14 +157,10 @@ def members_of(group: Group) -> list[str]:
     return list(dict.fromkeys(name for stored in group for name in stored.of))
 
 
-def _module(name: str) -> str:
-    return name.rpartition(".")[0]
-
-
 def _of_stacks(
     group: Group, shapes: Mapping[str, tuple[int, ...]], modules: Collection[str]
 ) -> bool:
-    return any(len(shapes[x]) == 3 and _module(x) in modules for x in members_of(group))
+    return any(len(shapes[x]) == 3 and module_of(x) in modules for x in members_of(group))
 
 
 def _fits(group: Group, shapes: Mapping[str, tuple[int, ...]], fp8: Collection[str]) -> bool:

@@ -189,9 +189,8 @@ def convert(
     chosen = [matrix for matrix in matrices if matrix.is_chosen]
     modules = dict(model.named_modules())
     for matrix in chosen:
-        what = f"the weight of {matrix.label!r}" if matrix.label else "the weight"
         above = [modules[name] for name in ("", *with_all_above(matrix.name))]
-        check_castable(matrix, what, recipe, above)
+        check_castable(matrix, matrix.title, recipe, above)
 
     path = next(iter(paths.values()), None)
     if path is not None:

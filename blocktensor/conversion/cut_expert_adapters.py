@@ -51,7 +51,7 @@ def _is_between_experts(placement: Any) -> bool:
     return getattr(placement, "dim", None) == 0 and not hasattr(placement, "split_factor")
 
 
-def matrices_of(wrapper: Any, adapter: str, experts: int) -> tuple[Tensor, Tensor]:
+def thin_matrices(wrapper: Any, adapter: str, experts: int) -> tuple[Tensor, Tensor]:
     """Return A ``[E, r, in]`` and B ``[out, r, E]`` of the experts on this rank.
 
     Args:

@@ -24,7 +24,7 @@ from ..tensor.adapted import AdaptedWeight, LowRank
 from ..tensor.base import FP8Base
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.torch_internals.frames import only_inlined
-from .cut_expert_adapters import check_cut, matrices_of
+from .cut_expert_adapters import check_cut, thin_matrices
 
 
 @EXPERT_ADAPTERS.made_by
@@ -87,7 +87,7 @@ def _terms(wrapper: Any, adapters: Sequence[str], experts: int) -> list[LowRank]
                 f"are multiplied in high precision: convert the model before get_peft_model, or "
                 f"with blocktensor.convert, which leaves them as they are"
             )
-        a, b = matrices_of(wrapper, adapter, experts)
+        a, b = thin_matrices(wrapper, adapter, experts)
         b = b.permute(2, 0, 1)
         if not wrapper._did_swap_in_out_features:
             a, b = b.transpose(1, 2), a.transpose(1, 2)

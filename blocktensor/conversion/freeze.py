@@ -237,8 +237,7 @@ def _check(weight: Matrix, action: str, other: str | None, is_sharded: bool) -> 
         other: the kind of another module that reads its values; None if there is none.
         is_sharded: True if FSDP2 shards it, also while it is gathered.
     """
-    what = f"the weight of {weight.label!r}" if weight.label else "the weight"
-    fp8 = weight.fp8
+    what, fp8 = weight.title, weight.fp8
     is_trained = isinstance(fp8, BlockwiseFP8Weight)
     if is_trained and fp8.is_meta and action == "freeze":
         raise ValueError(
@@ -257,6 +256,6 @@ def _check(weight: Matrix, action: str, other: str | None, is_sharded: bool) -> 
     check_swappable(weight.parameter, what, action)
     if is_trained and action == "freeze" and other is not None:
         raise ValueError(
-            f"the weight of {weight.label!r} cannot be frozen, because another module reads its "
-            f"values too ({other}): give the linear layer a copy of its own, or leave it trainable"
+            f"{what} cannot be frozen, because another module reads its values too ({other}): give "
+            f"the linear layer a copy of its own, or leave it trainable"
         )

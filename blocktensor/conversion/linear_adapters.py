@@ -26,10 +26,9 @@ from ..model.running_module import is_watched
 from ..ops.runtime.specialize import PLAIN
 from ..patches import LINEAR_ADAPTERS
 from ..tensor.adapted import LowRank
-from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.refusals import name_module
 from ..tensor.torch_internals.frames import only_inlined
-from ..tensor.weight import BlockwiseFP8Weight
+from ..tensor.weight import FP8_TYPES
 
 
 class _Adapter(NamedTuple):
@@ -85,7 +84,7 @@ def _is_plain(wrapper: Any, base: Any, x: Tensor) -> bool:
     if wrapper._disable_adapters or wrapper.merged_adapters:
         return False
     weight = base._parameters.get("weight")
-    if not isinstance(weight, (BlockwiseFP8Tensor, BlockwiseFP8Weight)):
+    if not isinstance(weight, FP8_TYPES):
         return False
     if nn.modules.module._has_any_global_hook() or not _is_own(base, nn.Linear.forward):
         return False

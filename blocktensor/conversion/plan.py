@@ -17,12 +17,18 @@ from ..ops.checks import HIGH_PRECISION
 from ..ops.formats import BLOCK
 from ..recipe import Recipe
 from .fast_path import FastPath
-from .report import ALREADY, MinSizes
+from .report import (
+    ALREADY,
+    BY_FILTER,
+    BY_PATTERN,
+    BY_SIZE,
+    HEAD,
+    NO_FAST_PATH,
+    SMALL,
+    MinSizes,
+)
 
 Filter = Callable[[nn.Module, str], bool]
-
-NO_FAST_PATH = "no fast path"
-"""Prefix of the reason why a weight would be slower than in bf16 without the fast path."""
 
 HEAD_NAMES = (
     "lm_head",
@@ -111,7 +117,7 @@ def _why_left(linear: Matrix, tied: Sequence[Matrix], choices: Choices) -> str |
     if not is_to_be_cast(linear, choices.recipe):
         return ALREADY
     if (pattern := choices.skipped.get((module, linear.key))) is not None:
-        return f"skip pattern {pattern!r}"
+        return f"{BY_PATTERN} {pattern!r}"
     is_fp8 = linear.fp8 is not None
     if not is_fp8:
         for other in tied:
@@ -129,7 +135,7 @@ def _why_left(linear: Matrix, tied: Sequence[Matrix], choices: Choices) -> str |
                 f"False to skip it"
             )
         if not wanted:
-            return "filter"
+            return BY_FILTER
     return None if is_fp8 or is_lazy(weight) else why_small(linear, choices)
 
 
@@ -143,15 +149,15 @@ def why_small(linear: Matrix, choices: Choices) -> str | None:
     thresholds = choices.small if isinstance(choices.small, MinSizes) else MinSizes()
     is_slow = choices.small is True and path is not None and path.is_portable(is_stack)
     if is_slow and is_stack:
-        return f"{NO_FAST_PATH}: experts are slower than bf16 (skip_small)"
+        return f"{NO_FAST_PATH}: experts are slower than bf16{BY_SIZE}"
     if is_slow:
         thresholds = MinSizes.portable()
         if (n % BLOCK or k % BLOCK) and linear.module not in choices.heads:
             odd = f"N={n}, K={k} are not multiples of {BLOCK}"
-            return f"{NO_FAST_PATH}: {odd} (skip_small)"
+            return f"{NO_FAST_PATH}: {odd}{BY_SIZE}"
     small = (thresholds.experts() if is_stack else thresholds).undercut(n, k)
     before = f"{NO_FAST_PATH}: " if is_slow else ""
-    return f"{before}small: {' and '.join(small)} (skip_small)" if small else None
+    return f"{before}{SMALL}: {' and '.join(small)}{BY_SIZE}" if small else None
 
 
 def is_to_be_cast(matrix: Matrix, recipe: Recipe | None) -> bool:
@@ -186,7 +192,7 @@ def heads_of(model: nn.Module) -> dict[nn.Module, str]:
     for name, module in modules.items():
         if isinstance(module, nn.Embedding):
             n = module.num_embeddings
-            vocabularies.setdefault(n, f"lm head: {n} outputs, the entries of {name!r}")
+            vocabularies.setdefault(n, f"{HEAD}: {n} outputs, the entries of {name!r}")
     embedded = {id(x.weight) for x in modules.values() if isinstance(x, nn.Embedding)}
     heads: dict[nn.Module, str] = {}
     sure: set[int] = set()  # sizes of heads that are tied or named
@@ -206,7 +212,7 @@ def heads_of(model: nn.Module) -> dict[nn.Module, str]:
         elif has_size and not _is_repeated(name, modules):
             by_size[n][_list_of(name, modules)].append(module)
         elif is_named and not _is_repeated(name, modules) and _is_beside_body(name, modules):
-            heads[module] = "lm head: by name and place"
+            heads[module] = f"{HEAD}: by name and place"
     for n, lists in by_size.items():
         if n not in sure and len(lists) == 1:
             heads.update((module, vocabularies[n]) for module in next(iter(lists.values())))

@@ -11,6 +11,13 @@ from ..text_table import Report, Table, collapse, human_bytes
 ALREADY = "already converted"
 """The reason of a weight that was in FP8 before the call."""
 
+SMALL, HEAD, NO_FAST_PATH = "small", "lm head", "no fast path"
+BY_FILTER, BY_PATTERN = "filter", "skip pattern"
+"""Openings of the reasons that an argument of ``convert`` undoes; up to a colon if more follows."""
+
+BY_SIZE = " (skip_small)"
+"""The end of the reasons that ``skip_small=False`` undoes."""
+
 
 @dataclass(frozen=True)
 class MinSizes:

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from ..model.weights import full_name
 from ..patches import ADAPTERS_OF_SHARDS
 from ..sharding.fsdp.fsdp_internals import sharded_in
 from ..sharding.fsdp.gather import GatheredInFP8
@@ -38,7 +39,7 @@ def _check_not_sharded(model: nn.Module) -> None:
     for (module, key), part in sharded_in(model).items():
         if not isinstance(part, GatheredInFP8):
             continue
-        name = next(f"{n}.{key}".lstrip(".") for n, x in model.named_modules() if x is module)
+        name = next(full_name(n, key) for n, x in model.named_modules() if x is module)
         raise NotImplementedError(
             f"adapters of a model with FP8 weights that FSDP2 has cut ({name!r}): peft would make "
             f"parameters that FSDP2 neither shards nor reduces, and each rank would train others. "

@@ -16,8 +16,15 @@ from ..model.names import Weight, stacks_like
 from ..model.weights import kind_of, weights_of, why_unconvertible
 from ..sharding.dtensor import fp8_part
 from ..text_table import pattern
-from .plan import NO_FAST_PATH
-from .report import ConversionReport, MinSizes
+from .report import (
+    BY_FILTER,
+    BY_PATTERN,
+    HEAD,
+    NO_FAST_PATH,
+    SMALL,
+    ConversionReport,
+    MinSizes,
+)
 
 
 def warn_of_container(module: nn.Module) -> None:
@@ -43,14 +50,14 @@ def warn_of_nothing(model: nn.Module, matrices: list[Matrix], report: Conversion
     kinds = Counter(entry.reason.partition(":")[0] for entry in report.entries)
     counts = ", ".join(f"{kind} ({count})" for kind, count in kinds.items()) or "none"
     remedies = []
-    if "small" in kinds or NO_FAST_PATH in kinds:
+    if SMALL in kinds or NO_FAST_PATH in kinds:
         remedies.append("skip_small=False converts small weights too")
     if unknown := [matrix for matrix in matrices if matrix.is_unknown_stack]:
         named = stacks_like(unknown[0], matrices, model)
         remedies.append(f"stacks={named} names experts that convert does not know")
-    if any(kind == "filter" or kind.startswith("skip pattern") for kind in kinds):
+    if any(kind.startswith((BY_FILTER, BY_PATTERN)) for kind in kinds):
         remedies.append("filter and skip leave weights alone")
-    elif "lm head" in kinds and not remedies:
+    elif HEAD in kinds and not remedies:
         remedies.append("convert_head=True converts the head")
     if not (remedies or any(weights_of(module) for module in model.modules())):
         remedies.append("it has no nn.Linear, no Conv1D and no experts that convert knows")

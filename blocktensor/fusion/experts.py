@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from .. import functional
 from ..autograd.plan import autocast_dtype
+from ..model.weights import has_flags
 from ..sharding.dtensor import as_if_cut, fp8_part, local_of
 from ..sharding.fsdp.gather import GatheredInFP8
 from ..tensor.base import FP8Base
@@ -249,10 +250,8 @@ def _registered() -> Any:
 
 
 def _routes_rows(module: nn.Module) -> bool:
-    """Return True for modules with transformers' ``@use_experts_implementation``."""
-    attributes = vars(module)
-    flags = "has_gate", "has_bias", "is_transposed"
-    return "config" in attributes and all(isinstance(attributes.get(x), bool) for x in flags)
+    """Return True for experts of transformers, which route tokens as their config says."""
+    return "config" in vars(module) and has_flags(module)
 
 
 def why_other_routing(module: Any, stack: str) -> str | None:

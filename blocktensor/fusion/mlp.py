@@ -15,8 +15,7 @@ from ..model.running_module import is_watched
 from ..model.weights import unsharded_class
 from ..ops.producers.activations import ACTIVATIONS, ActivationName
 from ..sharding.dtensor import fp8_part
-from ..tensor.fp8_tensor import BlockwiseFP8Tensor
-from ..tensor.weight import BlockwiseFP8Weight
+from ..tensor.weight import FP8_TYPES
 from .layer_names import GATED_MLPS
 from .pattern import FEATURES, Drawn, Found, Pattern, Sample, held_by
 
@@ -123,8 +122,6 @@ class Gated(Pattern):
     @classmethod
     def _why_unlike(cls, module: nn.Module, linears: tuple[str, str, str], act: str | None) -> str:
         """Return why a module cannot match the pattern; empty if it may."""
-        if "forward" in module.__dict__:
-            return "its forward was replaced on the instance"
         weights = {name: fp8_part(cls._weight(module, name)) for name in linears}
         if reason := cls._why_no_recipe(weights):
             return reason
@@ -212,7 +209,7 @@ class MLP(Gated):
             if not isinstance(linear, nn.Linear) or type(linear).forward is not nn.Linear.forward:
                 return _why_no_linear(name, linear)
             weight = linear._parameters.get("weight")
-            is_fp8 = isinstance(weight, (BlockwiseFP8Weight, BlockwiseFP8Tensor))
+            is_fp8 = isinstance(weight, FP8_TYPES)
             held[name] = weight if is_fp8 else None
         return self.why_watched(module) or self._why_no_recipe(held)
 

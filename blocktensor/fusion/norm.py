@@ -136,8 +136,6 @@ def _eps_name(norm: nn.Module) -> str:
 
 def _why_unlike(norm: nn.Module, linears: Sequence[Any]) -> str:
     """Return why a norm cannot be fused, from its attributes; empty if it may be."""
-    if "forward" in norm.__dict__:
-        return "its forward was replaced on the instance"
     weight: Any = norm._parameters.get("weight")
     if weight is None or weight.ndim != 1:
         return "it has no weight [K]"

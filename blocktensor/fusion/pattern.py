@@ -109,6 +109,8 @@ class Pattern:
     @classmethod
     def why_unwatched(cls, module: nn.Module) -> str:
         """Return why no later forward could notice a change of what the forward computes."""
+        if "forward" in module.__dict__:
+            return "its forward was replaced on the instance"
         try:
             reads_now(module, cls)
         except CannotWatch as error:

@@ -12,7 +12,7 @@ from ..autograd.around_forward import AroundForward
 from ..autograd.shared_cast import SharedCasts
 from ..model.matrix import fp8_weights
 from ..model.names import check_module
-from ..model.weights import is_linear
+from ..model.weights import full_name, is_linear
 from ..sharding.dtensor import fp8_part
 from ..text_table import Report, Table, collapse
 
@@ -145,7 +145,7 @@ def share_for_norms(model: nn.Module, readers: Iterable[nn.Module]) -> None:
     ids = {id(linear) for linear in readers}
     read = {name for name, module in model.named_modules() if id(module) in ids}
     for name, names in _owned(model).items():
-        if any(f"{name}.{x}".lstrip(".") in read for x in names):
+        if any(full_name(name, x) in read for x in names):
             _group_of(model, name, names, of_fuse=True)
 
 

@@ -23,6 +23,7 @@ from .adapters import adapters_of
 from .weights import (
     Named,
     casts_itself,
+    full_name,
     is_experts,
     is_linear,
     is_transposed,
@@ -88,7 +89,12 @@ class Matrix:
     @property
     def label(self) -> str:
         """The parameter's name without ``.weight``."""
-        return self.name if self.key == "weight" else f"{self.name}.{self.key}".lstrip(".")
+        return self.name if self.key == "weight" else full_name(self.name, self.key)
+
+    @property
+    def title(self) -> str:
+        """The parameter in messages."""
+        return f"the weight of {self.label!r}" if self.label else "the weight"
 
     @property
     def is_unknown_stack(self) -> bool:
@@ -266,6 +272,9 @@ OF_PEFT = "adapter of peft: stays in high precision"
 UNKNOWN_STACK = "stack of matrices"
 """Prefix of the reason for a parameter that may be a stack of experts, but is not known as one."""
 
+OF_NO_LINEAR = "not the weight of a linear layer"
+"""Prefix of the reason for any other parameter."""
+
 _OTHERS = (
     ((nn.Embedding, nn.EmbeddingBag), "embedding"),
     (
@@ -311,4 +320,4 @@ def _why_left_alone(module: nn.Module, key: str, parameter: Tensor, named: Named
         return f"{UNKNOWN_STACK}: in {kind_of(module)}; stacks={{...}} would name it"
     if in_experts and "bias" in key:
         return "bias of experts"
-    return f"not the weight of a linear layer: in {kind_of(module)}"
+    return f"{OF_NO_LINEAR}: in {kind_of(module)}"

@@ -52,6 +52,11 @@ def kind_of(module: nn.Module) -> str:
     return unsharded_class(module).__name__
 
 
+def full_name(module: str, key: str) -> str:
+    """Return the name of a parameter or module, given its own and the name of what holds it."""
+    return f"{module}.{key}" if module else key
+
+
 # Experts
 
 Named = Mapping[nn.Module, tuple[str, ...]]
@@ -95,10 +100,15 @@ _CLASSES = {
 """Classes of experts by their names: of torchtitan, and of transformers without flags."""
 
 
-def _kind_of_experts(module: nn.Module) -> _Kind | None:
+def has_flags(module: nn.Module) -> bool:
+    """Return True for experts with transformers' ``@use_experts_implementation``."""
     attributes = vars(module)
-    if all(isinstance(attributes.get(flag), bool) for flag in _FLAGS):
-        return _Kind(_OF_FLAGS, attributes["is_transposed"])
+    return all(isinstance(attributes.get(flag), bool) for flag in _FLAGS)
+
+
+def _kind_of_experts(module: nn.Module) -> _Kind | None:
+    if has_flags(module):
+        return _Kind(_OF_FLAGS, vars(module)["is_transposed"])
     names = (kind.__name__ for kind in type(module).__mro__)
     return next((_CLASSES[name] for name in names if name in _CLASSES), None)
 

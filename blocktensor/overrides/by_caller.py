@@ -19,7 +19,7 @@ from ..tensor.base import MasterBase
 from ..tensor.compat.swap_in import carry_over, take_content
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.torch_internals.callers import APPLY, Caller, caller
-from ..tensor.weight import BlockwiseFP8Weight
+from ..tensor.weight import FP8_TYPES, BlockwiseFP8Weight
 
 
 def caller_of_override() -> Caller:
@@ -64,7 +64,7 @@ def _chunk(input: Tensor, *args: Any, **kwargs: Any) -> Any:
 
 
 def _new_zeros(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-    is_whole = isinstance(tensor, (BlockwiseFP8Weight, BlockwiseFP8Tensor))
+    is_whole = isinstance(tensor, FP8_TYPES)
     who = caller_of_override()
     if is_whole and who.function == "fill_empty_tensor_to_shards":
         # from distribute_tensor, for ranks that get nothing

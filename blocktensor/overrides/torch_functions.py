@@ -25,7 +25,7 @@ from ..ops import checks
 from ..tensor.base import FP8Base, MasterBase
 from ..tensor.compat.swap_in import swap_in
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
-from ..tensor.refusals import UNFREEZE
+from ..tensor.refusals import UNFREEZE, needs_master
 from ..tensor.weight import BlockwiseFP8Weight
 from .by_caller import BY_CALLER, caller_of_override
 from .matmul_functions import MATMULS
@@ -62,6 +62,7 @@ _PREPARES = "peft.utils.other", "prepare_model_for_kbit_training"
 def _set_data(tensor: Tensor, new: Tensor) -> None:
     shape, dtype = tuple(tensor.shape), new.dtype
     if not isinstance(tensor, BlockwiseFP8Weight) or shape != tuple(new.shape):
+        kind: Callable[[str], NotImplementedError] = NotImplementedError
         remedy = "use .copy_(), or torch.utils.swap_tensors to change the type"
         if caller_of_override().place == _PREPARES:
             remedy = (
@@ -70,8 +71,9 @@ def _set_data(tensor: Tensor, new: Tensor) -> None:
                 "model.enable_input_require_grads() yourself if you want checkpoints"
             )
         elif isinstance(tensor, BlockwiseFP8Tensor) and shape == tuple(new.shape):
+            kind = needs_master
             remedy = f"to write to a frozen weight (merge an adapter into it, say), {UNFREEZE}"
-        raise NotImplementedError(
+        raise kind(
             f"cannot set .data of {tensor!r} to a tensor of shape {list(new.shape)}, {dtype} "
             f"on {new.device}: {remedy}"
         )

@@ -5,8 +5,9 @@ from __future__ import annotations
 from torch import nn
 
 from ..conversion.fast_path import fast_paths
-from ..conversion.plan import NO_FAST_PATH, Choices, decide, heads_of, why_small
-from ..model.matrix import Matrix, matrices_of
+from ..conversion.plan import Choices, decide, heads_of, why_small
+from ..conversion.report import BY_SIZE, HEAD, NO_FAST_PATH, SMALL
+from ..model.matrix import OF_NO_LINEAR, Matrix, matrices_of
 from ..model.names import stacks_like
 from ..model.running_module import without_wrappers
 from ..ops.formats import BLOCK
@@ -48,14 +49,14 @@ def _remedy(matrix: Matrix, matrices: list[Matrix], model: nn.Module, has_small:
         )
     why = without_wrappers(matrix.why)
     kind = why.partition(":")[0]
-    if kind in ("small", NO_FAST_PATH):
-        why = why.removesuffix(" (skip_small)")
+    if kind in (SMALL, NO_FAST_PATH):
+        why = why.removesuffix(BY_SIZE)
         thin, wide = sorted(matrix.sizes[-2:])
         if thin < BLOCK and wide >= _LEAST_WIDTH:
             return f"{why}, as thin as an adapter{LEAVE_IT}"
         if has_small:
             return "not converted: convert(model, skip_small=False) would convert it"
         return f"{why}: convert(model, skip_small=False)"
-    if kind == "lm head":
+    if kind == HEAD:
         return f"{why}: convert(model, convert_head=True)"
-    return f"{why}: hold it in an nn.Linear" if kind == "not the weight of a linear layer" else why
+    return f"{why}: hold it in an nn.Linear" if kind == OF_NO_LINEAR else why

@@ -11,6 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from ..model.running_module import without_wrappers
+from ..model.weights import full_name
 from ..sharding.dtensor import own_part
 from ..tensor.base import FP8Base
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
@@ -78,7 +79,7 @@ class WeightMemory:
         """Remember the present parameters of the module ``name``: FSDP2 gathers them elsewhere."""
         for key, held in module._parameters.items():
             if held is not None:
-                full = self._names.get(id(held), f"{name}.{key}".lstrip("."))
+                full = self._names.get(id(held), full_name(name, key))
                 self._hold(held, PARAMETER, full)
 
     def follow(self, func: Any, operands: Any, out: Any) -> None:

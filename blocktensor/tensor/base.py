@@ -38,12 +38,12 @@ def wrapper(kind: type, size: Sequence[int], **layout: Any) -> Any:
     return made
 
 
-_KINDS: dict[Any, object] = {}
+_INTERNED: dict[Any, object] = {}
 
 
-def kind_of(*facts: Any) -> object:
+def interned(*facts: Any) -> object:
     """Return the same object for equal facts, so that ``player.cpp`` compares only its address."""
-    return _KINDS.setdefault(facts, object())
+    return _INTERNED.setdefault(facts, object())
 
 
 class FP8Base(Tensor):

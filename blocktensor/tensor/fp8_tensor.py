@@ -22,7 +22,7 @@ from ..ops.formats import BLOCKS_1X128, BlockFormat, Quantized, with_block_shape
 from ..ops.runtime.specialize import PLAIN
 from ..ops.scale_layouts import laid_out
 from ..recipe import DEFAULT_RECIPE, Recipe, check_recipe
-from .base import FP8Base, StraightThrough, kind_of, wrapper
+from .base import FP8Base, StraightThrough, interned, wrapper
 from .operand import Operand, form_of, operand_of
 from .refusals import refuse_one_tensor, refuse_rebuilding
 
@@ -296,7 +296,7 @@ class BlockwiseFP8Tensor(FP8Base):
         data = self.columnwise_data if self.rowwise_data is None else self.rowwise_data
         if type(data) not in PLAIN:
             return None
-        return kind_of(type(self), self.formats, self.recipe)
+        return interned(type(self), self.formats, self.recipe)
 
     @property
     def block_shape(self) -> tuple[int, int]:

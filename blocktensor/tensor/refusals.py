@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
@@ -25,6 +26,13 @@ FOR_ADAPTERS = (
 _DECOMPOSE = {"aten::_linalg_svd", "aten::linalg_qr"}
 
 
+def needs_master(text: str) -> NotImplementedError:
+    """Return the error for what a weight with a master does; ``text`` has the remedy."""
+    error = NotImplementedError(text)
+    error.has_remedy = True  # type: ignore[attr-defined]
+    return error
+
+
 def refuse_rebuilding(cls: type) -> NoReturn:
     """Raise for ``type(parameter)(values, requires_grad=...)``, which would lose the recipe."""
     raise NotImplementedError(
@@ -36,12 +44,14 @@ def refuse_rebuilding(cls: type) -> NoReturn:
 
 def refuse(func: Any) -> NoReturn:
     """Raise for an op that cannot run on FP8 bytes, instead of a silent dequantize."""
+    kind: Callable[[str], NotImplementedError] = NotImplementedError
     remedy = "call .dequantize() first to work on a plain tensor"
     if func._schema.is_mutable:
+        kind = needs_master
         remedy += f"; to write to a frozen weight (merge an adapter into it, say), {UNFREEZE}"
     elif func._schema.name in _DECOMPOSE:
-        remedy = f"{FOR_ADAPTERS}; or {remedy}"
-    raise NotImplementedError(
+        kind, remedy = needs_master, f"{FOR_ADAPTERS}; or {remedy}"
+    raise kind(
         f"{func} is not implemented for BlockwiseFP8Tensor, which keeps its values in FP8: {remedy}"
     )
 
@@ -134,7 +144,7 @@ def name_module(error: Exception, operands: Any) -> None:
     is_refused = isinstance(error, NotImplementedError)
     if is_refused and (weights := _weights_of(model, operands)):
         text += f", by {' and '.join(map(repr, weights))}"
-        if "blocktensor.unfreeze(model)" not in text:  # an error that names it has its remedy
+        if not getattr(error, "has_remedy", False):
             text += f"; to compute that in high precision, {_unconverted(weights)}"
     error.args = (text,)
     error.names_module = True  # type: ignore[attr-defined]

@@ -282,6 +282,10 @@ class BlockwiseFP8Weight(MasterBase):
         return out if "linalg" in func.__name__ else computed_weights(out, args)
 
 
+FP8_TYPES = (BlockwiseFP8Weight, BlockwiseFP8Tensor)
+"""The types that matmuls read in FP8, trainable and frozen."""
+
+
 def computed_weights(out: Any, args: Sequence[Any]) -> Any:
     """Make results of autograd ops on a weight weights, if they have its shape.
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..ops.cast.ops import quantize_rowwise, quantize_transpose, quantize_with_transpose
 from ..recipe import Recipe
-from .base import MasterBase, kind_of
+from .base import MasterBase, interned
 from .operand import Operand
 
 ONE_READ_BYTES = 64 << 20
@@ -84,7 +84,7 @@ class FP8Cache:
         self.master = master
         self.counted = master if counted is None else counted
         self.recipe, self.format = recipe, recipe.weight_format
-        self.kinds = kind_of(type(self), recipe), kind_of(type(self), recipe, "transposed")
+        self.kinds = interned(type(self), recipe), interned(type(self), recipe, "transposed")
         self.casts = 0
         self._waiting: weakref.ref[WaitingForm] | None = None
         self._parts: dict[object, FP8Cache] = {}

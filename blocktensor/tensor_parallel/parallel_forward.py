@@ -17,7 +17,7 @@ from ..autograd.linear import refuse_prepared
 from ..sharding.dtensor import local_of
 from ..sharding.ranks import agree
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
-from ..tensor.weight import BlockwiseFP8Weight
+from ..tensor.weight import FP8_TYPES, BlockwiseFP8Weight
 from .collectives import Reduction, TokenShards
 from .parallel_matmuls import Colwise, Rowwise, parallel_linear
 from .weight_part import WeightPart, part_off_grid
@@ -241,7 +241,7 @@ def from_constant(constant: str) -> Placement:
 def fp8_local(weight: Any) -> FP8Weight | None:
     """Return the local part of an FP8 weight; None for a weight in high precision."""
     local = local_of(weight)
-    return local if isinstance(local, (BlockwiseFP8Weight, BlockwiseFP8Tensor)) else None
+    return local if isinstance(local, FP8_TYPES) else None
 
 
 def layout_of(x: Any, given: Placement) -> Placement:

@@ -22,10 +22,9 @@ from blocktensor import (
 )
 from blocktensor.ops import reference
 from blocktensor.ops.formats import BLOCKS_1X128, BLOCKS_128X128
-from tests.autograd.test_scales import sqnr
-from tests.docs.code_blocks import ROOT
 from tests.support.models import randn
 from tests.support.outliers import KINDS
+from tests.support.sqnr import rows_on_the_page, sqnr
 
 MASTERS = Recipe(backward="high_precision")
 VALUES = Recipe(backward="dequantized")
@@ -265,19 +264,10 @@ def test_reports(recipe: Recipe) -> None:
         assert each.reason == f"bfloat16, by Recipe(backward={recipe.backward!r})"
 
 
-def rows_on_the_page() -> dict[str, list[list[float]]]:
-    """The numbers of each row: dx and dw, each with the choices in their order."""
-    page = (ROOT / "docs/guides/recipes.md").read_text("utf-8")
-    _, _, after = page.partition("| operands | dx | dw |\n")
-    lines = [line for line in after.split("\n\n")[0].splitlines()[1:] if line]
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    return {name: [[*map(float, each.split(" / "))] for each in rest] for name, *rest in cells}
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_table_on_the_page(kind: str, device: torch.device) -> None:
     made = [sqnr(kind, recipe, device) for recipe in (Recipe(), VALUES, MASTERS)]
-    shown = rows_on_the_page()
+    shown = rows_on_the_page("| operands | dx | dw |")
     assert shown.keys() == KINDS.keys()
     for wanted, name in zip(shown[kind], ("dx", "dw"), strict=True):
         assert wanted == pytest.approx([each[name] for each in made], abs=0.1)

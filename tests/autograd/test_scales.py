@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import math
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -24,11 +23,10 @@ from blocktensor import (
     quantize,
     save_fp8,
 )
-from tests.docs.code_blocks import ROOT
 from tests.support.linear_ways import grads_of, way_of_linears
 from tests.support.models import X_IN_POWERS, assert_matches, composed, linear, plain, randn
-from tests.support.numeric import relative_error
-from tests.support.outliers import KINDS, drawn
+from tests.support.outliers import KINDS
+from tests.support.sqnr import rows_on_the_page, sqnr
 
 __all__ = ["way_of_linears"]
 
@@ -123,31 +121,10 @@ RECIPES = {
 }
 
 
-def sqnr(kind: str, recipe: Recipe, device: torch.device) -> dict[str, float]:
-    """Signal to quantization noise of y, dx and dw, in dB; x and g have outliers."""
-    x, grad, w = (part.bfloat16().to(device) for part in drawn(kind))
-    leaves = [x.requires_grad_(), w.requires_grad_()]
-    y = functional.linear(*leaves, recipe=recipe)
-    dx, dw = torch.autograd.grad(y, leaves, grad)
-    x, w, grad = (part.detach().double() for part in (x, w, grad))
-    exact = {"y": x @ w.t(), "dx": grad @ w, "dw": grad.t() @ x}
-    pairs = zip((y.detach(), dx, dw), exact.items(), strict=True)
-    return {name: -20 * math.log10(relative_error(made, of)) for made, (name, of) in pairs}
-
-
-def rows_on_the_page() -> dict[str, list[list[float]]]:
-    """The numbers of each row: y, dx and dw, each with the recipes in their order."""
-    page = (ROOT / "docs/guides/recipes.md").read_text("utf-8")
-    _, _, after = page.partition("| x and g | y | dx | dw |\n")
-    lines = [line for line in after.split("\n\n")[0].splitlines()[1:] if line]
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    return {name: [[*map(float, each.split(" / "))] for each in rest] for name, *rest in cells}
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_table_on_the_page(kind: str, device: torch.device) -> None:
     made = [[*sqnr(kind, recipe, device).values()] for recipe in RECIPES.values()]
-    shown = rows_on_the_page()
+    shown = rows_on_the_page("| x and g | y | dx | dw |")
     assert shown.keys() == KINDS.keys()
     for wanted, found in zip(shown[kind], zip(*made, strict=True), strict=True):
         assert wanted == pytest.approx(found, abs=0.1)

@@ -18,7 +18,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 pytest.importorskip("safetensors")
 
 from blocktensor import CheckpointError, Recipe, convert, freeze, iter_fp8, load_fp8, save_fp8
-from blocktensor.checkpoint import load as loading
+from blocktensor.checkpoint import files as reading
 from blocktensor.checkpoint import save as saving
 from blocktensor.sharding.cuts import held
 from tests.support.arranged import ARRANGEMENTS, arrange, facts, net, same_bits
@@ -155,7 +155,7 @@ def test_what_cannot_be_loaded_changes_nothing_on_any_rank(
         raise CheckpointError("unreadable on one rank")
 
     if dist.get_rank() == 0:
-        monkeypatch.setattr(loading, "_box", unreadable)
+        monkeypatch.setattr(reading, "_box", unreadable)
     with pytest.raises(CheckpointError, match="unreadable on one rank"):
         load_fp8(model, folder)
     same_bits(dict(iter_fp8(model)), before)

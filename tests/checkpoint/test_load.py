@@ -27,7 +27,7 @@ from blocktensor import (
     save_fp8,
     unfreeze,
 )
-from blocktensor.checkpoint import load as module
+from blocktensor.checkpoint import files as reading
 from blocktensor.recipe import DEFAULT_RECIPE
 from blocktensor.reports import LoadReport
 from tests.support.checkpoint_experts import Tensors, read, rewrite
@@ -184,8 +184,8 @@ def test_a_checkpoint_as_transformers_writes_it(tmp_path: Path, dtype: torch.dty
 
 def test_a_part_of_a_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[str] = []
-    tensor = module._box
-    monkeypatch.setattr(module, "_box", lambda x, *at: read.append(x.name) or tensor(x, *at))
+    tensor = reading._box
+    monkeypatch.setattr(reading, "_box", lambda x, *at: read.append(x.name) or tensor(x, *at))
     model = nn.ModuleDict({"up": nn.Linear(K, N), "other": nn.Linear(2, 3)}).bfloat16()
     with pytest.raises(CheckpointError, match=r"2 missing \(other.weight, other.bias\), 5 unexp"):
         load_fp8(model, folder)
@@ -358,7 +358,7 @@ def test_what_does_not_fit_says_what_and_where(
 def test_a_file_that_breaks_while_it_is_read_changes_nothing(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tensor, read = module._box, []
+    tensor, read = reading._box, []
 
     def breaks(entry: Any, *at: Any) -> Tensor:
         read.append(entry.name)
@@ -366,7 +366,7 @@ def test_a_file_that_breaks_while_it_is_read_changes_nothing(
             raise CheckpointError(f"{entry} cannot be read (I/O error)")
         return tensor(entry, *at)
 
-    monkeypatch.setattr(module, "_box", breaks)
+    monkeypatch.setattr(reading, "_box", breaks)
     assert_refused(folder, TARGETS["plain"](), "cannot be read")
 
 

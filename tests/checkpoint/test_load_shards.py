@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from blocktensor import CheckpointError, convert, load_fp8, save_fp8, unfreeze
-from blocktensor.checkpoint import load as loading
+from blocktensor.checkpoint import files as reading
 from blocktensor.distributed import ColwiseParallel
 from blocktensor.sharding.dtensor import own_part
 from tests.support import ranks
@@ -141,14 +141,14 @@ def test_a_rank_reads_its_own_bytes_alone(
     model = empty("DeepSeek-V3")
     arrange(model, layout, world, device)
     asked: dict[str, int] = defaultdict(int)
-    box = loading._box
+    box = reading._box
 
     def counted(entry: Any, *at: Any) -> torch.Tensor:
         x = box(entry, *at)
         asked["scales" if entry.name.endswith("scale_inv") else "values"] += x.nbytes
         return x
 
-    monkeypatch.setattr(loading, "_box", counted)
+    monkeypatch.setattr(reading, "_box", counted)
     load_fp8(model, folder)
     scales = sum(x.nbytes for name, x in local_bytes(model).items() if name.endswith("scale"))
     mine = sum(x.nbytes for x in local_bytes(model).values()) - scales
@@ -209,7 +209,7 @@ def _load_and_die(folder: Path) -> None:
     """Load on two ranks, of which the second is killed while it reads."""
     model = empty("Qwen3-MoE")
     arrange(model, "FSDP", 2, "cpu")
-    box, asked = loading._box, []
+    box, asked = reading._box, []
 
     def read(entry: Any, *at: Any) -> torch.Tensor:
         asked.append(entry.name)
@@ -218,7 +218,7 @@ def _load_and_die(folder: Path) -> None:
         return box(entry, *at)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(loading, "_box", read)
+        patched.setattr(reading, "_box", read)
         with pytest.raises(RuntimeError):
             load_fp8(model, folder)
     assert len(asked) > 20  # it has read all of its part

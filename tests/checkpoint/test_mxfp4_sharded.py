@@ -22,7 +22,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 pytest.importorskip("safetensors")
 
 from blocktensor import CheckpointError, Recipe, Scales, convert, load_fp8
-from blocktensor.checkpoint import load as loading
+from blocktensor.checkpoint import files as reading
 from blocktensor.distributed import RowwiseParallel
 from blocktensor.sharding import cuts
 from blocktensor.sharding.dtensor import own_part
@@ -153,7 +153,7 @@ def check(kind: str, layouts: Sequence[str], folder: Path, mesh: DeviceMesh) -> 
 def counting() -> Iterator[dict[str, int]]:
     """Count the bytes that are read of codes and of scales."""
     asked: dict[str, int] = defaultdict(int)
-    box = loading._box
+    box = reading._box
 
     def counted(entry: Any, *at: Any) -> Tensor:
         x = box(entry, *at)
@@ -161,7 +161,7 @@ def counting() -> Iterator[dict[str, int]]:
         return x
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loading, "_box", counted)
+        patch.setattr(reading, "_box", counted)
         yield asked
 
 

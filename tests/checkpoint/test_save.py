@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file, save_model
 
 from blocktensor import BlockwiseFP8Tensor, Recipe, convert, load_fp8, save_fp8, save_mxfp4
 from blocktensor.checkpoint import export
-from blocktensor.checkpoint.names import possible_names, whole
+from blocktensor.checkpoint.names import Names, possible_names
 from blocktensor.ops import reference
 from blocktensor.ops.formats import BLOCKS_128X128
 from tests.support.checkpoint_experts import MATRICES, STACKS, E, K, Layer, layer, read
@@ -265,7 +265,7 @@ def test_stacks_without_names_for_single_experts(tmp_path: Path, name: str, rows
     with pytest.raises(ValueError, match=message):
         save_fp8(model, tmp_path / "fp8", separate_experts=True)
     assert list(tmp_path.iterdir()) == []
-    assert possible_names(Layer(experts=0))["experts.down_proj"] == [whole("experts.down_proj")]
+    assert possible_names(Layer(experts=0))["experts.down_proj"] == [Names(("experts.down_proj",))]
 
 
 @pytest.mark.parametrize("frozen", [False, True])

@@ -44,7 +44,7 @@ class Measured:
         """Return the predicted memory, and milliseconds of a step."""
         setup = Setup(**self.settings)
         run = Run(_described(self.model(), setup.convert_head), setup, self.fp8)
-        return peak(run), step(run).microseconds / 1e3
+        return peak(run), sum(step(run).values()) / 1e3
 
 
 @functools.cache

@@ -10,6 +10,7 @@ from transformers.quantizers.auto import register_quantization_config
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ...conversion.report import MinSizes
+from ...model.names import check_patterns
 from ...patches import FP8_LOADING, GIVEN_CONFIG
 from ...recipe import DEFAULT_RECIPE, Recipe
 
@@ -61,9 +62,7 @@ class BlockwiseFP8Config(QuantizationConfigMixin):  # type: ignore[misc,unused-i
                 f"recipe={self.recipe!r} is a {type(self.recipe).__name__}: expected a "
                 f"blocktensor.Recipe, e.g. Recipe(scale='power_of_two')"
             )
-        if isinstance(self.skip, str) or not all(isinstance(x, str) for x in self.skip):
-            raise TypeError(f"skip={self.skip!r}: expected a list of patterns of module names")
-        self.skip = list(self.skip)
+        self.skip = list(check_patterns(self.skip, "skip", "*.router"))
         if not isinstance(self.skip_small, (bool, MinSizes)):
             raise TypeError(
                 f"skip_small={self.skip_small!r}: expected True, False or a blocktensor.MinSizes"

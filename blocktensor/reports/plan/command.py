@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 from collections.abc import Sequence
 from typing import Any, get_args
 
-from ...ops.devices import CARDS
 from ...recipe import Recipe, WgradInput
 from .plan import plan
 from .report import TrainingPlan
-from .setup import Checkpointing, Compile, Gather, Loss, Master, Optimizer, Sharding
+from .setup import CHOICES
 
-_COUNTS: dict[str, tuple[int | None, str]] = {
-    "gpus": (1, "GPUs"),
-    "batch": (1, "sequences of a microbatch on one GPU"),
-    "sequence": (4096, "tokens of a sequence"),
-    "microbatches": (1, "forwards and backwards of a step"),
-    "lora": (None, "rank of adapters on a frozen base"),
+_USUAL = {name: x.default for name, x in inspect.signature(plan).parameters.items()}
+"""The arguments of :func:`blocktensor.plan`, each with its default."""
+
+_COUNTS = {
+    "gpus": "GPUs",
+    "batch": "sequences of a microbatch on one GPU",
+    "sequence": "tokens of a sequence",
+    "microbatches": "forwards and backwards of a step",
+    "lora": "rank of adapters on a frozen base",
 }
 _FLAGS = {
     "lora_experts": "adapters of experts, too (with --lora)",
@@ -34,25 +37,25 @@ _SWITCHES = {
     "--no-clip": ("clip", "without the norm of all gradients"),
     "--convert-small": ("skip_small", "convert(model, skip_small=False)"),
 }
-_CHOICES: dict[str, tuple[Any, str | None, str]] = {
-    "sharding": (Sharding, None, "fsdp2 by default if there are several GPUs"),
-    "gather": (Gather, "fp8", "what FSDP2 gathers FP8 weights in"),
-    "optimizer": (Optimizer, "adamw", "default: adamw"),
-    "master": (Master, "fp32", "dtype of the weights that the optimizer updates"),
-    "checkpointing": (Checkpointing, "none", "activations that backward computes again"),
-    "compile": (Compile, "none", "what torch.compile compiles"),
-    "loss": (Loss, "logits", "of all logits at once, or in chunks (with --convert-head)"),
+_CHOICES = {
+    "card": "default: H100",
+    "sharding": "fsdp2 by default if there are several GPUs",
+    "gather": "what FSDP2 gathers FP8 weights in",
+    "optimizer": "default: adamw",
+    "master": "dtype of the weights that the optimizer updates",
+    "checkpointing": "activations that backward computes again",
+    "compile": "what torch.compile compiles",
+    "loss": "of all logits at once, or in chunks (with --convert-head)",
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments to the parser of the command."""
     parser.add_argument("model", help="a known id, a config class, or a folder with a config.json")
-    parser.add_argument("--card", choices=[*CARDS], default="H100", help="default: H100")
-    for name, (count, what) in _COUNTS.items():
-        parser.add_argument(f"--{name}", type=int, default=count, help=what)
-    for name, (choices, usual, what) in _CHOICES.items():
-        parser.add_argument(f"--{name}", choices=get_args(choices), default=usual, help=what)
+    for name, what in _COUNTS.items():
+        parser.add_argument(f"--{name}", type=int, default=_USUAL[name], help=what)
+    for name, what in _CHOICES.items():
+        parser.add_argument(f"--{name}", choices=CHOICES[name], default=_USUAL[name], help=what)
     for name, what in _FLAGS.items():
         parser.add_argument(f"--{name.replace('_', '-')}", action="store_true", help=what)
     for option, (name, what) in _SWITCHES.items():
@@ -60,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--wgrad-input",
         choices=get_args(WgradInput),
-        default="128x128",
+        default=Recipe.wgrad_input,
         help="blocks of the input that weight gradients read",
     )
     parser.add_argument("--layers", type=int, help="the same as --set num_hidden_layers=N")
@@ -75,10 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> TrainingPlan:
     """Return the plan of parsed arguments."""
-    settings = {
-        name: getattr(options, name)
-        for name in (*_COUNTS, *_CHOICES, *_FLAGS, "card", "reshard", "clip", "skip_small")
-    }
+    settings = {name: x for name, x in vars(options).items() if name in _USUAL and name != "model"}
     sizes = _sizes(options.set)
     if options.layers is not None:
         sizes["num_hidden_layers"] = options.layers

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ...autograd.linear_cross_entropy import CHUNK_BYTES
 from ...ops.formats import BLOCK
 from .describe import Block, Description, Matmul, Mlp, Norm
 from .setup import Setup, form_bytes
@@ -42,9 +43,6 @@ PARTS = (
 
 CUBLAS_BYTES = 2 * 32 * 2**20
 """Workspaces of cuBLAS on Hopper: 32 MiB each for the threads of forward and backward."""
-
-CHUNK_BYTES = 2**32
-"""The bound of ``linear_cross_entropy`` for the logits of a chunk and their loss's 2 bytes."""
 
 STATE_BYTES = {"adamw": (2, None), "adamw_8bit": (2, 1), "sgd_momentum": (1, None)}
 """States of optimizers, and their bytes; None: as many as the parameter has."""
@@ -324,6 +322,7 @@ def head_bytes(run: Run) -> float:
         of_input = setup.input_bytes if is_fp8 else _BF16
         total += tokens * matmul.k * (of_input + _BF16)  # and the gradient of the last block
         if setup.loss == "chunks":
+            # each logit, and the 2 bytes that its loss takes
             rows = min(tokens, max(BLOCK, CHUNK_BYTES // (2 * _BF16 * matmul.n) // BLOCK * BLOCK))
             total += rows * matmul.n * 2 * _BF16
             if run.trains:

@@ -168,12 +168,12 @@ def plan(
 def estimate(model: Description, setup: Setup, fp8: bool) -> Estimate:
     """Return the memory and the time of a run in FP8 or in bf16."""
     run = Run(model, setup, fp8)
-    memory, speed = peak(run), step(run)
+    memory = peak(run)
     return Estimate(
         memory.moment,
         tuple(Part(name, float(value)) for name, value in memory.parts.items()),
-        tuple(Part(name, float(value)) for name, value in speed.parts.items()),
-        speed.tokens,
+        tuple(Part(name, float(value)) for name, value in step(run).items()),
+        setup.tokens * setup.microbatches,
         *flops(run),
     )
 

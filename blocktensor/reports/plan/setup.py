@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from numbers import Integral
-from typing import Any, Literal, get_args
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from ...ops.devices import CARDS
 from ...recipe import DEFAULT_RECIPE, Recipe, check_recipe
 
 CardName = Literal["H100", "H200"]
@@ -63,7 +62,7 @@ class Setup:
             _check_count(name, getattr(self, name))
         if self.lora is not None:
             _check_count("lora", self.lora)
-        for name, choices in _CHOICES.items():
+        for name, choices in CHOICES.items():
             value = getattr(self, name)
             if value not in choices:
                 raise ValueError(
@@ -140,31 +139,12 @@ class Setup:
         return replace(self, **changes)
 
 
-_CHOICES: dict[str, tuple[Any, ...]] = {
-    "card": tuple(CARDS),
-    "sharding": get_args(Sharding),
-    "gather": get_args(Gather),
-    "optimizer": get_args(Optimizer),
-    "master": get_args(Master),
-    "checkpointing": get_args(Checkpointing),
-    "compile": get_args(Compile),
-    "loss": get_args(Loss),
-    **dict.fromkeys(
-        (
-            "reshard",
-            "lora_experts",
-            "expert_parallel",
-            "fuse",
-            "recompute",
-            "share_inputs",
-            "saved_tensors_in_fp8",
-            "convert_head",
-            "clip",
-            "skip_small",
-        ),
-        (True, False),
-    ),
+CHOICES: dict[str, tuple[Any, ...]] = {
+    name: (True, False) if kind is bool else get_args(kind)
+    for name, kind in get_type_hints(Setup).items()
+    if kind is bool or get_origin(kind) is Literal
 }
+"""The values of each setting that has only a few, from its type."""
 
 
 def form_bytes(rows: int, columns: int) -> float:

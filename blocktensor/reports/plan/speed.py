@@ -7,8 +7,7 @@ multiplies at measured rates; the comment on each rate names its file in benchma
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import Counter
 from typing import NamedTuple
 
 import torch
@@ -98,29 +97,6 @@ _BF16, _FP32 = 2, 4
 _META = torch.device("meta")
 
 
-@dataclass(frozen=True)
-class Speed:
-    """Predicted time of a step of one GPU.
-
-    Attributes:
-        parts: microseconds by part.
-        tokens: of a step of one GPU, all microbatches.
-    """
-
-    parts: Mapping[str, float]
-    tokens: int
-
-    @property
-    def microseconds(self) -> float:
-        """The time of a step."""
-        return sum(self.parts.values())
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Tokens of one GPU in a second."""
-        return self.tokens / self.microseconds * 1e6
-
-
 def flops(run: Run) -> tuple[float, float]:
     """Return the FLOPs of a microbatch, forward + backward, and the part in FP8."""
     total = fp8 = 0.0
@@ -152,11 +128,11 @@ def attention_rate(sequence: int) -> float:
     return rates[i - 1] + share * (rates[i] - rates[i - 1])
 
 
-def step(run: Run) -> Speed:
-    """Return the predicted time of a step."""
+def step(run: Run) -> dict[str, float]:
+    """Return predicted microseconds of a step of one GPU, by part."""
     setup = run.setup
     parts = dict.fromkeys(PARTS, 0.0)
-    for block, count in _counted(run.model.blocks).items():
+    for block, count in Counter(run.model.blocks).items():
         for part, us in _block(block, run).items():
             parts[part] += us * count
     parts[HEAD] += _head(run)
@@ -170,14 +146,7 @@ def step(run: Run) -> Speed:
     parts[ACCUMULATED] = _accumulated(run)
     parts[SHARDS] = _copies(run)
     parts[EXPOSED] = _exposed(run, computing)
-    return Speed(parts, setup.tokens * setup.microbatches)
-
-
-def _counted(blocks: tuple[Block, ...]) -> dict[Block, int]:
-    counts: dict[Block, int] = {}
-    for block in blocks:
-        counts[block] = counts.get(block, 0) + 1
-    return counts
+    return parts
 
 
 def _block(block: Block, run: Run) -> dict[str, float]:

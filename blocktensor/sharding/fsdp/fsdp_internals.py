@@ -62,12 +62,6 @@ class ShardedParam:
         return f"{self.name} {list(self.shape)} sharded on dim {self.dim}"
 
     @property
-    def tensor(self) -> Tensor | None:
-        """The present DTensor; None once the model is freed."""
-        owner = self.owner()
-        return None if owner is None else owner.sharded_param
-
-    @property
     def local(self) -> Tensor | None:
         """The present part on this rank; None once the model is freed."""
         owner = self.owner()

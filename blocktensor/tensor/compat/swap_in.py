@@ -13,15 +13,13 @@ from torch import Tensor, nn
 
 from ...patches import SWAP_TENSORS
 from ..base import FP8Base
-from ..fp8_tensor import BlockwiseFP8Tensor
 from ..torch_internals.callers import APPLY, PARAMETRIZE, caller
-from ..weight import BlockwiseFP8Weight
+from ..weight import FP8_TYPES
 
-_FP8 = BlockwiseFP8Weight, BlockwiseFP8Tensor
 _DATA: Any = Tensor.data  # the descriptor
 
 _FP8_ATTRIBUTES = {"_is_param"}.union(
-    *(getattr(kind, "__annotations__", ()) for fp8 in _FP8 for kind in fp8.__mro__)
+    *(getattr(kind, "__annotations__", ()) for fp8 in FP8_TYPES for kind in fp8.__mro__)
 )
 """Attributes of the FP8 types, which a parameter that leaves such a type must not keep."""
 
@@ -99,7 +97,7 @@ def take_content(parameter: Tensor, converted: Tensor) -> bool:
         False, and nothing changes, where ``.data`` cannot be set: one of them is plain, or a meta
         tensor and the other is not.
     """
-    if not (isinstance(parameter, _FP8) and isinstance(converted, _FP8)):
+    if not (isinstance(parameter, FP8_TYPES) and isinstance(converted, FP8_TYPES)):
         return False
     if not torch._has_compatible_shallow_copy_type(parameter, converted):
         return False
@@ -124,7 +122,7 @@ def _around(original: Any) -> Any:
 
     @functools.wraps(original)
     def swap_tensors(t1: Any, t2: Any) -> None:
-        if isinstance(t1, _FP8):
+        if isinstance(t1, FP8_TYPES):
             place = caller().place
             if t1 is t2 or (place == APPLY and take_content(t1, t2)):
                 return

@@ -86,8 +86,8 @@ def test_bad_options() -> None:
         """\
 recipe='power_of_two' is a str: expected a blocktensor.Recipe, e.g.
 Recipe(scale='power_of_two')
-skip='lm_head': expected a list of patterns of module names
-skip=[1]: expected a list of patterns of module names
+skip='lm_head' is a str: expected a list of patterns, e.g. ['lm_head']
+skip holds 1, a int: expected patterns of module names, e.g. ['*.router']
 skip_small=1: expected True, False or a blocktensor.MinSizes
 experts='*.moe': expected True, False, or the names of stacks by patterns of module names,
 e.g. {'*.moe': ['w_up', 'w_down']}
