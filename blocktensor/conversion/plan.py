@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from ..model.adapters import adapters_of, names_without_adapters
 from ..model.matrix import Matrix
 from ..model.names import Weight, with_all_above
 from ..model.weights import is_linear, kind_of, why_unconvertible
@@ -185,9 +186,11 @@ def heads_of(model: nn.Module) -> dict[nn.Module, str]:
     of positions is an embedding too, so that feed-forward layers may have its size by chance.
 
     A part of a repeated block lies below an entry of an ``nn.ModuleList``, or of another container
-    with several entries of one class.
+    with several entries of one class. Layers that peft has wrapped, and its copies of them, are
+    judged in the place of the wrapper.
     """
     modules = dict(model.named_modules())
+    names, adapters = names_without_adapters(model), adapters_of(model)
     vocabularies: dict[int, str] = {}  # the reason, by the number of entries
     for name, module in modules.items():
         if isinstance(module, nn.Embedding):
@@ -197,8 +200,10 @@ def heads_of(model: nn.Module) -> dict[nn.Module, str]:
     heads: dict[nn.Module, str] = {}
     sure: set[int] = set()  # sizes of heads that are tied or named
     by_size: dict[int, dict[str, list[nn.Module]]] = defaultdict(lambda: defaultdict(list))
-    for name, module in modules.items():
+    for module, name in names.items():
         if not is_linear(module) or why_unconvertible(module, "weight") is not None:
+            continue
+        if module in adapters:
             continue
         is_named = name.rpartition(".")[2] in HEAD_NAMES
         if isinstance(module, nn.Linear):  # the weight of an nn.LazyLinear has no shape

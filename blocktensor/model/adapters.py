@@ -15,14 +15,36 @@ def is_adapted_layer(module: nn.Module) -> bool:
 
 
 def adapters_of(model: nn.Module) -> set[nn.Module]:
-    """Return all modules in layers of peft that are not in the ``base_layer`` of these."""
-    return {
-        module
-        for layer in filter(is_adapted_layer, model.modules())
-        for name, child in layer.named_children()
-        if name != "base_layer"
-        for module in child.modules()
-    }
+    """Return all modules in layers and tuners of peft that are not in what these adapt."""
+    library: Any = sys.modules.get("peft.tuners.tuners_utils")
+    if library is None:
+        return set()
+    found: set[nn.Module] = set()
+    for module in model.modules():
+        is_tuner = isinstance(module, library.BaseTuner)
+        if not (is_tuner or isinstance(module, library.BaseTunerLayer)):
+            continue
+        adapted = "model" if is_tuner else "base_layer"
+        for name, child in module.named_children():
+            if name != adapted and not isinstance(child, library.BaseTuner):  # X-LoRA holds LoRA
+                found.update(child.modules())
+    return found
+
+
+def names_without_adapters(model: nn.Module) -> dict[nn.Module, str]:
+    """Return the name of each module; one that peft has wrapped has the name of its wrapper."""
+    wrappers: Any = sys.modules.get("peft.utils.other")
+    names: dict[nn.Module, str] = {}
+    for name, module in model.named_modules():
+        names.setdefault(module, name)
+        wrapped: list[nn.Module] = []
+        if is_adapted_layer(module):
+            wrapped = [x for key, x in module.named_children() if key == "base_layer"]
+        elif wrappers is not None and isinstance(module, wrappers.ModulesToSaveWrapper):
+            wrapped = [module.original_module, *module.modules_to_save.values()]
+        for inner in wrapped:
+            names[inner] = names[module]
+    return names
 
 
 def trained_by_peft(model: nn.Module) -> set[nn.Module]:

@@ -12,6 +12,7 @@ from torch.compiler import is_compiling
 
 from .. import patches
 from ..ops.formats import BlockFormat
+from ..ops.runtime.specialize import PLAIN
 from .refusals import name_module, refuse
 from .torch_internals.aot_autograd import plain_tangent
 from .torch_internals.callers import address_as_a_name, caller
@@ -36,6 +37,16 @@ def wrapper(kind: type, size: Sequence[int], **layout: Any) -> Any:
     made: Any = torch.Tensor._make_wrapper_subclass(kind, size, **layout)
     torch._C._set_throw_on_mutable_data_ptr(made)
     return made
+
+
+def count_write(*parts: Tensor) -> None:
+    """Count a write to parts of an FP8 tensor, which torch does not count below autograd.
+
+    A backward whose forward has saved one of them then raises, as for plain tensors.
+    """
+    for part in parts:
+        if type(part) in PLAIN and not part.is_inference():
+            torch.autograd.graph.increment_version(part)
 
 
 _INTERNED: dict[Any, object] = {}

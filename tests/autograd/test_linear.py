@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from blocktensor import BlockwiseFP8Weight, Recipe, functional, quantize
+from blocktensor import BlockwiseFP8Weight, Recipe, freeze, functional, quantize
 from tests.support.linear_ways import assert_all_equal, grads_of, saved_by, way_of_linears
 from tests.support.models import (
     RECIPES,
@@ -211,6 +211,29 @@ def test_a_transposed_weight(device: torch.device) -> None:
         wanted = composed(x.detach(), plain(weight).t(), grad)
         for got, want in zip((y.detach(), dx, dw.t()), wanted, strict=True):
             assert_matches(got, want)
+
+
+@pytest.mark.parametrize("how", ["copy_", "load_state_dict", "a view"])
+def test_a_frozen_weight_that_is_written_before_its_backward(
+    how: str, device: torch.device
+) -> None:
+    """It raises, as a plain one does; in calls that are repeated, too."""
+    module, other = (linear(128, 256, device=device) for _ in range(2))
+    freeze(module), freeze(other)
+    x = randn(5, 256, grad=True, device=device)
+    for _ in range(3):
+        y = module(x)
+        (kept,) = torch.autograd.grad(y, x, torch.ones_like(y), retain_graph=True)
+        assert kept.any()
+        with torch.no_grad():
+            if how == "copy_":
+                module.weight.copy_(other.weight)
+            elif how == "a view":
+                module.weight.t().copy_(other.weight.t())
+            else:
+                module.load_state_dict(other.state_dict())
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
 
 
 def test_second_derivatives_raise(device: torch.device) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 pytest.importorskip("peft")
 
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.tuners_utils import BaseTuner
 
 from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, convert, freeze
 from blocktensor import to_blockwise_fp8_weights as apply
@@ -76,6 +78,45 @@ def test_freezing_keeps_adapters_trainable_that_apply_has_converted() -> None:
     ] + ["base_model.model.lm_head"]
     for p in adapters_in(model).values():
         assert type(p) is BlockwiseFP8Weight and p.requires_grad
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"target_modules": ["up", "lm_head"]},
+        {"target_modules": ["up"], "modules_to_save": ["lm_head"]},
+        {"target_modules": ["up", "embed"], "modules_to_save": ["lm_head", "down"]},
+    ],
+    ids=["adapted", "saved whole", "saved whole, as a layer of a block"],
+)
+def test_a_head_that_peft_has_wrapped_stays_a_head(options: Any) -> None:
+    model = Model(256)
+    convert(model, skip_small=False)
+    assert not isinstance(model.lm_head.weight, BlockwiseFP8Weight)
+    late = get_peft_model(Model(256), LoraConfig(r=8, **options))
+    convert(late, skip_small=False)
+    early = get_peft_model(model, LoraConfig(r=8, **options))
+    kinds = [{n: type(p).__name__ for n, p in x.named_parameters()} for x in (early, late)]
+    heads = [{n: kind for n, kind in x.items() if "lm_head" in n} for x in kinds]
+    assert heads[0] == heads[1] and set(heads[0].values()) == {"Parameter"}
+
+
+def test_what_a_tuner_holds_besides_the_model_is_left_alone() -> None:
+    """X-LoRA's classifier, which it trains, is next to the LoRA model that it holds."""
+
+    class Tuner(BaseTuner):
+        def _create_and_replace(self, *args: Any, **kwargs: Any) -> None:
+            raise AssertionError("it has no layers of its own")
+
+    tuner = Tuner.__new__(Tuner)
+    nn.Module.__init__(tuner)
+    tuner.lora_model = get_peft_model(Model(256), LoraConfig(target_modules=["up"])).base_model
+    tuner.classifier = Model(256)
+    convert(tuner, skip_small=False)
+    assert not any(isinstance(p, BlockwiseFP8Weight) for p in tuner.classifier.parameters())
+    assert all(name.startswith("lora_model.model.") for name in freeze(tuner))
+    assert all(p.requires_grad for p in tuner.classifier.parameters())
+    assert isinstance(tuner.lora_model.model.blocks[0].down.weight, BlockwiseFP8Tensor)
 
 
 def test_freezing_keeps_trainable_what_else_peft_trains() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from ...ops import checks
 from ...ops.formats import Quantized
 from ...recipe import Recipe
-from ...tensor.base import implements, on_master
+from ...tensor.base import count_write, implements, on_master
 from ...tensor.fp8_tensor import ATEN_OPS, BlockwiseFP8Tensor
 from ...tensor.refusals import refuse, refuse_one_tensor
 from ...tensor.weight import WEIGHT_OPS, BlockwiseFP8Weight
@@ -195,6 +195,7 @@ class FrozenShard(GatheredFrozen):
         if func is aten.copy_.default and all(isinstance(x, FrozenShard) for x in args[:2]):
             first.data_rows.copy_(others[0].data_rows)
             first.scale.copy_(others[0].scale)
+            count_write(first.data_rows, first.scale)
             return first
         if func not in _ON_BYTES:  # these take one tensor, as first argument
             _refuse_values(str(func))

@@ -14,7 +14,7 @@ from torch import Tensor
 from ...ops import checks
 from ...ops.formats import Quantized
 from ...ops.scale_layouts import copy_data_, empty_quantized, laid_out
-from ..base import implements, only_dtype, view_of_its_kind
+from ..base import count_write, implements, only_dtype, view_of_its_kind
 from ..compat.sent_frozen import Bucket
 from ..fp8_tensor import ATEN_OPS, BlockwiseFP8Tensor
 from ..operand import Operand
@@ -232,6 +232,7 @@ def _copy_(func: Any, x: Tensor, source: Tensor, non_blocking: bool = False) -> 
             f"rowwise form is held), so some would keep old values; copy into the whole tensor"
         )
     _fill(x, source, non_blocking)
+    count_write(*(part for form in x.operand if form is not None for part in form[:2]))
     x.source = source.source
     x.source_version = source.source_version
     return x
