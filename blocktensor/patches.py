@@ -288,7 +288,7 @@ COMPILE_CACHE_KEY = Patch(
     kind="attribute",
     reason="its caches of compiled graphs do not see this package's code",
     versions="torch 2.11 to 2.13",
-    when="the first FP8 tensor, or a matmul that is compiled",
+    when="the first FP8 tensor, a matmul that is compiled, or a context of saved_tensors_in_fp8",
     test="tests/tensor/torch_internals/test_aot_autograd.py"
     "::test_torch_finds_compiled_graphs_by_the_key",
     without="after an update of blocktensor, torch.compile may run graphs of the version before: "

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
+from ..patches import COMPILE_CACHE_KEY
 from ..tensor.torch_internals.callers import Caller
 from ..tensor.torch_internals.frames import never_compiled
 from .around_forward import AroundForward, was_interrupted
@@ -174,6 +175,7 @@ def _hooks(enabled: bool, has_dynamo: bool) -> tuple[Any, Any]:
         enabled: whether they pack; AOTAutograd inlines these alone.
         has_dynamo: whether Dynamo is imported, which ``_untraced`` depends on.
     """
+    COMPILE_CACHE_KEY.apply()  # our code is in the graphs of a model without FP8 tensors, too
     pack, unpack = _pack, _untraced(_unpack)
     return (inlined_hook(pack), inlined_hook(unpack)) if enabled else (pack, unpack)
 

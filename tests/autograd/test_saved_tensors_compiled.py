@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from blocktensor import saved_tensors_in_fp8
 from tests.support.models import randn
+from tests.support.numeric import relative_error
 from tests.support.saved import K, T, assert_bits, data, gradients, model, rounding, small_model
 
 
@@ -121,6 +122,41 @@ def test_a_compiled_graph_keeps_logits(backend: str) -> None:
             loss = made(x)
         gradients_of.append(torch.autograd.grad(loss, [x, head]))
     assert_bits(*gradients_of)
+
+
+EXACT: dict[str, Any] = {
+    "logcumsumexp": lambda h: torch.logcumsumexp(h - 100, -1),
+    "exponentials": lambda h: (h - 5).exp().sum(-1).log(),
+    "a threshold": lambda h: h.masked_fill(h < h.topk(8)[0][..., -1:], 0) ** 2,
+    "product": lambda h: (h / 3).prod(-1),
+    "largest": lambda h: h.amax(-1),
+}
+
+
+@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("backend", ["aot_eager", "aot_eager_decomp_partition"])
+def test_a_compiled_graph_keeps_what_rounding_would_change(backend: str, name: str) -> None:
+    """As eager contexts do, which save results of exponentials, and masks."""
+    w = nn.Parameter(randn(K, K, seed=1) / 16)
+    torch._dynamo.reset()
+    made = torch.compile(lambda x: EXACT[name](x @ w.t()), backend=backend, fullgraph=True)
+    found = []
+    for context in (nullcontext(), saved_tensors_in_fp8()):
+        x = data().requires_grad_()
+        with context:
+            y = made(x)
+        found.append(torch.autograd.grad(y.float().sum(), [x, w]))
+    for got, want in zip(*reversed(found), strict=True):
+        assert relative_error(got, want) <= 0.04  # of results, which may be packed
+
+
+def test_a_compiled_graph_packs_outputs_of_relu() -> None:
+    """Backward compares them with 0: casts keep signs."""
+    w = nn.Parameter(randn(K, K, seed=1) / 16)
+    made, x = compiled(lambda x: (x @ w.t()).relu().square()), data().requires_grad_()
+    with saved_tensors_in_fp8():
+        saved = saved_by_graph(made(x), x, w)
+    assert [t.shape for t in saved if t.dtype == torch.float8_e4m3fn] == [(2, T, K)]
 
 
 def test_a_compiled_graph_keeps_what_attention_reads() -> None:

@@ -279,14 +279,26 @@ def test_torch_finds_compiled_graphs_by_the_key(
     assert found == [(0, 1), (1, 0), (0, 1)]
 
 
-def test_a_compiled_matmul_of_plain_weights_names_our_code() -> None:
-    """No FP8 tensor is made."""
-    script = """
+WITHOUT_FP8_TENSORS = {
+    "a matmul of plain weights": """
+run = torch.compile(functional.linear, backend="aot_eager", fullgraph=True)
+run(torch.zeros(4, 128), torch.zeros(128, 128, requires_grad=True)).sum().backward()
+""",
+    "a plain model in a context": """
+run = torch.compile(lambda x: x.sin().cos(), backend="aot_eager")
+with blocktensor.saved_tensors_in_fp8():
+    run(torch.zeros(64, 128, requires_grad=True)).sum().backward()
+""",
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_FP8_TENSORS)
+def test_compiled_code_without_fp8_tensors_names_our_code(name: str) -> None:
+    script = f"""
 import torch, blocktensor
 from blocktensor import functional
 assert torch.compiler.config.cache_key_tag == ""
-linear = torch.compile(lambda x, w: functional.linear(x, w), backend="aot_eager", fullgraph=True)
-linear(torch.zeros(4, 128), torch.zeros(128, 128, requires_grad=True)).sum().backward()
+{WITHOUT_FP8_TENSORS[name]}
 from blocktensor.tensor.torch_internals.aot_autograd import source_key
 assert torch.compiler.config.cache_key_tag == source_key()
 """
