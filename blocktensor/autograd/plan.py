@@ -329,7 +329,8 @@ def _refuse_export(w: Tensor) -> None:
             f"torch.export of an FP8 linear layer whose weight {list(w.shape)} is trained: the "
             f"program would have no gradient of it. Call blocktensor.freeze(model) before, or "
             f"export under torch.no_grad() a program that casts the weights of every call and is "
-            f"not trained"
+            f"not trained. ONNX has no such casts: for it, load model.state_dict() into a model "
+            f"that is not converted, and export that"
         )
 
 

@@ -288,7 +288,9 @@ def _no_storage(x: Tensor) -> NoReturn:
     """Name save_fp8 to other writers: safetensors fails with "invalid python storage" otherwise."""
     raise RuntimeError(
         f"this {type(x).__name__} {list(x.shape)} has no storage of its own, so that safetensors "
-        f"cannot write it: blocktensor.save_fp8(model, path) writes the model in FP8; in high "
-        f"precision write .dequantize() of a frozen weight, and state_dict() of trainable ones, "
-        f"which holds plain tensors"
+        f"cannot write it, nor load into it: blocktensor.save_fp8(model, path) writes the model in "
+        f"FP8; in high precision write .dequantize() of a frozen weight, and state_dict() of "
+        f"trainable ones, which holds plain tensors. In place of load_model, call "
+        f"model.load_state_dict(load_file(path)), or blocktensor.load_fp8; accelerate's save_state "
+        f"and save_model need safe_serialization=False"
     )

@@ -64,6 +64,10 @@ def _set_data(tensor: Tensor, new: Tensor) -> None:
     if not isinstance(tensor, BlockwiseFP8Weight) or shape != tuple(new.shape):
         kind: Callable[[str], NotImplementedError] = NotImplementedError
         remedy = "use .copy_(), or torch.utils.swap_tensors to change the type"
+        if shape != tuple(new.shape):
+            remedy = (
+                "assign a new nn.Parameter to the module, and call blocktensor.convert(model) again"
+            )
         if caller_of_override().place == _PREPARES:
             remedy = (
                 "a frozen base in FP8 needs no preparation: leave prepare_model_for_kbit_training "

@@ -286,9 +286,11 @@ def test_safetensors_of_a_frozen_model(tmp_path: Path) -> None:
         complaint(RuntimeError, lambda: save_file(tensors, tmp_path / "x")),
         """\
 this BlockwiseFP8Tensor [200, 300] has no storage of its own, so that safetensors
-cannot write it: blocktensor.save_fp8(model, path) writes the model in FP8; in high
-precision write .dequantize() of a frozen weight, and state_dict() of trainable
-ones, which holds plain tensors""",
+cannot write it, nor load into it: blocktensor.save_fp8(model, path) writes the
+model in FP8; in high precision write .dequantize() of a frozen weight, and
+state_dict() of trainable ones, which holds plain tensors. In place of load_model,
+call model.load_state_dict(load_file(path)), or blocktensor.load_fp8; accelerate's
+save_state and save_model need safe_serialization=False""",
     )
     with pytest.raises(RuntimeError, match=r"blocktensor.save_fp8\(model, path\) writes"):
         save_model(model, str(tmp_path / "x"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -155,8 +156,12 @@ def test_a_weight_that_is_in_use() -> None:
     reference = weakref.ref(last.weight)
     assert refused(model, RuntimeError) == (
         f"{start} in place: there are weak references to it (weakref.ref), which would point to "
-        "other content; drop them first"
+        "other content; drop them first, or convert copy.deepcopy(model): torch.export and "
+        "compiled optimizers keep theirs"
     )
+    copied = copy.deepcopy(model)
+    everything(copied)
+    assert converted_names(copied) == LINEARS
     del reference
     everything(model)
     assert converted_names(model) == LINEARS

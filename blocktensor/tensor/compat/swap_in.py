@@ -38,7 +38,8 @@ def check_swappable(parameter: Tensor, what: str, action: str = "convert") -> No
     if not isinstance(parameter, FP8Base) and weakref.getweakrefs(parameter):
         raise RuntimeError(
             f"{cannot}: there are weak references to it (weakref.ref), which would point to other "
-            f"content; drop them first"
+            f"content; drop them first, or {action} copy.deepcopy(model): torch.export and "
+            f"compiled optimizers keep theirs"
         )
     if _is_in_use(parameter):
         raise RuntimeError(
@@ -118,15 +119,20 @@ def _around(original: Any) -> Any:
     - ``nn.Module._apply`` moves a parameter: it takes the content of the new one.
     - ``register_parametrization`` gives a parameter the content of ``right_inverse(weight)``, which
       is plain where that computes new values: it is refused.
+    - ``remove_parametrizations`` gives it the values that the parametrization computes.
     """
 
     @functools.wraps(original)
     def swap_tensors(t1: Any, t2: Any) -> None:
         if isinstance(t1, FP8_TYPES):
-            place = caller().place
+            who = caller()
+            place = who.place
             if t1 is t2 or (place == APPLY and take_content(t1, t2)):
                 return
             if place == PARAMETRIZE and not isinstance(t2, FP8Base):
+                if who.back is not None and who.back.function == "remove_parametrizations":
+                    t1.data = t2.detach()
+                    return
                 raise NotImplementedError(
                     f"this parametrization would make an FP8 weight {list(t1.shape)} plain, so "
                     f"that its linear ran in high precision: register it before converting, which "

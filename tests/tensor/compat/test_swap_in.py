@@ -206,6 +206,34 @@ def test_a_parametrization_that_keeps_a_weight_in_fp8(frozen: bool, is_alias: bo
     assert torch.equal(module(x), want)
 
 
+class Scaled(nn.Module):
+    """A parametrization that is registered and computes values."""
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight * 1.5
+
+
+def test_a_parametrization_that_is_removed_leaves_its_values_in_fp8() -> None:
+    module, plain = linear(128, 192), nn.Linear(192, 128, bias=False).bfloat16()
+    with torch.no_grad():
+        plain.weight.copy_(module.weight.master)
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    weight = module.weight
+    for each in (module, plain):
+        parametrize.register_parametrization(each, "weight", Scaled())
+        parametrize.remove_parametrizations(each, "weight")
+    assert module.weight is weight and isinstance(weight, BlockwiseFP8Weight)
+    assert torch.equal(weight.master, plain.weight)
+    x = randn(4, 192)
+    fresh = linear(128, 192)
+    with torch.no_grad():
+        fresh.weight.copy_(plain.weight)
+    assert torch.equal(module(x), fresh(x))
+    module(x).sum().backward()
+    optimizer.step()
+    assert not torch.equal(weight.master, plain.weight)
+
+
 def test_a_swap_is_refused_as_in_plain_pytorch() -> None:
     one, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.zeros(2))
     reference = weakref.ref(one)
