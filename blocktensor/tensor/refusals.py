@@ -18,12 +18,12 @@ UNFREEZE = "call blocktensor.unfreeze(model) first and blocktensor.freeze(model)
 """The remedy for a write to a frozen weight."""
 
 FOR_ADAPTERS = (
-    "to begin adapters from the values of a frozen weight (PiSSA, OLoRA), call "
+    "to begin adapters from the values of a frozen weight (PiSSA, OLoRA, DeLoRA), call "
     "blocktensor.unfreeze(model), then get_peft_model, then blocktensor.freeze(model)"
 )
-"""The remedy for a decomposition of a frozen weight."""
+"""The remedy for operations by which peft begins adapters."""
 
-_DECOMPOSE = {"aten::_linalg_svd", "aten::linalg_qr"}
+_BEGIN_ADAPTERS = {"aten::_linalg_svd", "aten::linalg_qr", "aten::linalg_vector_norm"}
 
 
 def needs_master(text: str) -> NotImplementedError:
@@ -49,7 +49,7 @@ def refuse(func: Any) -> NoReturn:
     if func._schema.is_mutable:
         kind = needs_master
         remedy += f"; to write to a frozen weight (merge an adapter into it, say), {UNFREEZE}"
-    elif func._schema.name in _DECOMPOSE:
+    elif func._schema.name in _BEGIN_ADAPTERS:
         kind, remedy = needs_master, f"{FOR_ADAPTERS}; or {remedy}"
     raise kind(
         f"{func} is not implemented for BlockwiseFP8Tensor, which keeps its values in FP8: {remedy}"

@@ -59,8 +59,8 @@ in FP8: call .dequantize() first to work on a plain tensor; to write to a frozen
 weight (merge an adapter into it, say), call blocktensor.unfreeze(model) first and
 blocktensor.freeze(model) after
 aten._linalg_svd.default is not implemented for BlockwiseFP8Tensor, which keeps its
-values in FP8: to begin adapters from the values of a frozen weight (PiSSA, OLoRA),
-call blocktensor.unfreeze(model), then get_peft_model, then
+values in FP8: to begin adapters from the values of a frozen weight (PiSSA, OLoRA,
+DeLoRA), call blocktensor.unfreeze(model), then get_peft_model, then
 blocktensor.freeze(model); or call .dequantize() first to work on a plain tensor""",
     )
 
