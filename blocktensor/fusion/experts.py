@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from .. import functional
 from ..autograd.plan import autocast_dtype
-from ..model.weights import has_flags
+from ..model.weights import has_flags_of_experts
 from ..sharding.dtensor import as_if_cut, fp8_part, local_of
 from ..sharding.fsdp.gather import GatheredInFP8
 from ..tensor.base import FP8Base
@@ -251,7 +251,7 @@ def _registered() -> Any:
 
 def _routes_rows(module: nn.Module) -> bool:
     """Return True for experts of transformers, which route tokens as their config says."""
-    return "config" in vars(module) and has_flags(module)
+    return "config" in vars(module) and has_flags_of_experts(module)
 
 
 def why_other_routing(module: Any, stack: str) -> str | None:

@@ -100,14 +100,14 @@ _CLASSES = {
 """Classes of experts by their names: of torchtitan, and of transformers without flags."""
 
 
-def has_flags(module: nn.Module) -> bool:
+def has_flags_of_experts(module: nn.Module) -> bool:
     """Return True for experts with transformers' ``@use_experts_implementation``."""
     attributes = vars(module)
     return all(isinstance(attributes.get(flag), bool) for flag in _FLAGS)
 
 
 def _kind_of_experts(module: nn.Module) -> _Kind | None:
-    if has_flags(module):
+    if has_flags_of_experts(module):
         return _Kind(_OF_FLAGS, vars(module)["is_transposed"])
     names = (kind.__name__ for kind in type(module).__mro__)
     return next((_CLASSES[name] for name in names if name in _CLASSES), None)
