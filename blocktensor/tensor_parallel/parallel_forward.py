@@ -219,12 +219,14 @@ def as_constant(layout: Placement) -> str:
     Raises:
         NotImplementedError: the layout is not ``Shard``, ``Replicate`` or ``Partial``.
     """
-    if type(layout) is Replicate:
+    known: Any = layout
+    kind = type(layout).__name__  # Dynamo of torch 2.12 cannot compare these classes
+    if kind == "Replicate":
         return "replicate"
-    if type(layout) is Shard:
-        return f"shard {layout.dim}"
-    if type(layout) is Partial:
-        return f"partial {layout.reduce_op}"
+    if kind == "Shard":
+        return f"shard {known.dim}"
+    if kind == "Partial":
+        return f"partial {known.reduce_op}"
     raise NotImplementedError(
         f"a layout {layout} of a tensor parallel linear layer: expected Shard, Replicate or Partial"
     )
