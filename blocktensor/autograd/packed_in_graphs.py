@@ -29,12 +29,10 @@ _IN_ORDER = "aten.view", "aten._unsafe_view", "aten.clone"
 """Operations whose results have the elements of the input, in the same order."""
 
 _MATMULS = "blocktensor.", "aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten.convolution"
-_COMPARISONS = "aten.eq.", "aten.ne.", "aten.lt.", "aten.le.", "aten.gt.", "aten.ge."
-_PROBABILITIES = "softmax", "sumexp", "aten.amax"
-"""Parts of the names of operations that compute probabilities, or begin to."""
-
-_OF_EXACT_INPUTS = "aten.exp.", "aten.exp2.", "aten.expm1.", "aten.prod."
-"""Parts of the names of operations that backward computes again, or divides by: errors grow."""
+_EQUALITY = "aten.eq.", "aten.ne."
+_ORDER = "aten.lt.Tensor", "aten.le.Tensor", "aten.gt.Tensor", "aten.ge.Tensor"
+_PROBABILITIES = "softmax", "sumexp", "aten.amax", "aten.prod."
+"""Parts of the names of operations that compute probabilities, or begin to, or products."""
 
 
 def inlined_hook(function: Callable[[Any], Any]) -> Any:
@@ -114,7 +112,7 @@ def _is_activation(x: Tensor, node: fx.Node) -> bool:
         and not (x.ndim == 3 and guard_or_false(x.shape[-1] <= MAX_HEAD))  # of attention
         and x.is_contiguous()
         and node.op != "placeholder"
-        and not _is_of_exponentials(node)
+        and not _is_of_probabilities(node)
         and not _is_of_parameters(node)
     )
 
@@ -142,28 +140,27 @@ def _repeated_heads(x: Tensor, node: fx.Node) -> tuple[int, int] | None:
     return None
 
 
-def _is_of_exponentials(node: fx.Node) -> bool:
-    """Return True for logits, probabilities, exponents and factors."""
+def _is_of_probabilities(node: fx.Node) -> bool:
+    """Return True for logits, probabilities and factors.
+
+    Backward computes exponentials of their values, or divides by them.
+    """
     readers = _walk([node], lambda x: x.users if x is node or not _is_named(x, _MATMULS) else ())
-    return any(
-        _is_named(x, _PROBABILITIES) or (x is not node and _is_named(x, _OF_EXACT_INPUTS))
-        for x in readers
-    )
+    return any(_is_named(x, _PROBABILITIES) for x in readers)
 
 
 def _read_exactly(graph: fx.Graph) -> set[str]:
     """Return the names of the inputs of a backward graph that must have their exact values.
 
-    They are queries, keys, values and outputs of attention, and what is compared, such as an input
-    of ``amax`` with its result, or a tensor with a threshold. The graph may get them in other
-    shapes, or before operations that it computes again; it computes no matmul again but in
-    checkpointed parts.
+    They are queries, keys, values and outputs of attention, and tensors that are compared with each
+    other, such as an input of ``amax`` with its result. The graph may get them in other shapes, or
+    before operations that it computes again; it computes no matmul again but in checkpointed parts.
     """
     operands: list[fx.Node] = []
     for node in graph.nodes:
         if _is_named(node, _ATTENTION) and _is_named(node, ("backward",)):
             operands += node.all_input_nodes[1:]  # the first is the gradient
-        elif _is_named(node, _COMPARISONS) and node.args[1] != 0:  # a cast keeps signs
+        elif _is_named(node, _EQUALITY + _ORDER):
             operands += node.all_input_nodes
     made_of = _walk(operands, lambda x: () if _is_named(x, _MATMULS) else x.all_input_nodes)
     return {x.name for x in made_of if x.op == "placeholder"}

@@ -88,6 +88,7 @@ def misread(model: nn.Module, checkpoint: Checkpoint) -> dict[str, Misread]:
     return {**_where_it_dequantizes(model, checkpoint), **_on_gpus(model, checkpoint)}
 
 
+@torch.inference_mode(False)  # transformers fails on tensors made there
 def _read(model: nn.Module, checkpoint: Checkpoint, dequantize: bool) -> tuple[nn.Module, Loaded]:
     """Load a checkpoint into a skeleton of a model, as transformers does."""
     quantizer = _quantizer({**checkpoint.config, "dequantize": dequantize})

@@ -353,7 +353,6 @@ def _one_of(
     return compute(read)[name][box]
 
 
-@torch.inference_mode(False)  # weights made there could never be trained, or read for it
 def _load(
     model: nn.Module,
     targets: Mapping[str, _Target],
@@ -380,17 +379,18 @@ def _load(
         # file by file; discarded unless all checks pass
         for name, source in sorted(plan.sources.items(), key=lambda x: x[1].weights[0].file):
             current = targets[name].current
-            if name in plan.frozen:
-                values[name] = read_frozen(
-                    current,
-                    source,
-                    home,
-                    plan.recipe,
-                    files.read,
-                    own_scales=plan.is_computed(name),
-                )
-            else:
-                values[name] = read_values(current, source, home, files.read)
+            with torch.inference_mode(False):  # weights made there could never be trained
+                if name in plan.frozen:
+                    values[name] = read_frozen(
+                        current,
+                        source,
+                        home,
+                        plan.recipe,
+                        files.read,
+                        own_scales=plan.is_computed(name),
+                    )
+                else:
+                    values[name] = read_values(current, source, home, files.read)
             done(_nbytes(current, name in plan.frozen))
         extra.update((name, files.whole(entry).clone()) for name, (entry, _) in plan.states.items())
         set_states(extra)  # a module may refuse its state: before anything else changes

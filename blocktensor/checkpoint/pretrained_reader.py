@@ -97,6 +97,7 @@ class PretrainedReader:
         made = self._loaded({name: read(x, all_of(x.shape)) for name, x in entries.items()})
         return {name: made.tensors[name.removeprefix(self._prefix)] for name in self.computed}
 
+    @torch.inference_mode(False)  # transformers fails on tensors made there
     def _loaded(self, values: Mapping[str, Tensor]) -> Loaded:
         """Load stored tensors into a skeleton: ``values``, or traced ones where there are none."""
         stored = {

@@ -221,6 +221,9 @@ def heads_of(model: nn.Module) -> dict[nn.Module, str]:
     for n, lists in by_size.items():
         if n not in sure and len(lists) == 1:
             heads.update((module, vocabularies[n]) for module in next(iter(lists.values())))
+    reasons = {names[head]: reason for head, reason in heads.items()}
+    copies = ((module, reasons[name]) for module, name in names.items() if name in reasons)
+    heads.update((module, reason) for module, reason in copies if is_linear(module))
     return heads
 
 

@@ -32,7 +32,10 @@ def adapters_of(model: nn.Module) -> set[nn.Module]:
 
 
 def names_without_adapters(model: nn.Module) -> dict[nn.Module, str]:
-    """Return the name of each module; one that peft has wrapped has the name of its wrapper."""
+    """Return the name of each module; one that peft has wrapped has the name of its wrapper.
+
+    So have the copies of it that peft trains. Names of modules in it are as without a wrapper.
+    """
     wrappers: Any = sys.modules.get("peft.utils.other")
     names: dict[nn.Module, str] = {}
     for name, module in model.named_modules():
@@ -43,7 +46,7 @@ def names_without_adapters(model: nn.Module) -> dict[nn.Module, str]:
         elif wrappers is not None and isinstance(module, wrappers.ModulesToSaveWrapper):
             wrapped = [module.original_module, *module.modules_to_save.values()]
         for inner in wrapped:
-            names[inner] = names[module]
+            names.update((x, each) for each, x in inner.named_modules(prefix=names[module]))
     return names
 
 

@@ -24,7 +24,7 @@ from ..tensor.adapted import AdaptedWeight, LowRank
 from ..tensor.arithmetic import is_arithmetic
 from ..tensor.base import FP8Base, readable
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
-from ..tensor.refusals import FOR_ADAPTERS, needs_master
+from ..tensor.refusals import FOR_ADAPTERS, with_remedy
 from ..tensor.torch_internals.frames import only_inlined
 from ..tensor.weight import BlockwiseFP8Weight
 
@@ -274,7 +274,7 @@ def _addmm_override(
 
 def _no_fp8_path(name: str) -> Callable[..., Any]:
     decomposes = name == "svd_lowrank"
-    kind: Callable[[str], Exception] = needs_master if decomposes else NotImplementedError
+    kind: Callable[[str], Exception] = with_remedy if decomposes else NotImplementedError
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise kind(

@@ -25,7 +25,7 @@ from ..ops import checks
 from ..tensor.base import FP8Base, MasterBase
 from ..tensor.compat.swap_in import swap_in
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
-from ..tensor.refusals import UNFREEZE, needs_master
+from ..tensor.refusals import UNFREEZE, with_remedy
 from ..tensor.weight import BlockwiseFP8Weight
 from .by_caller import BY_CALLER, caller_of_override
 from .matmul_functions import MATMULS
@@ -75,7 +75,7 @@ def _set_data(tensor: Tensor, new: Tensor) -> None:
                 "model.enable_input_require_grads() yourself if you want checkpoints"
             )
         elif isinstance(tensor, BlockwiseFP8Tensor) and shape == tuple(new.shape):
-            kind = needs_master
+            kind = with_remedy
             remedy = f"to write to a frozen weight (merge an adapter into it, say), {UNFREEZE}"
         raise kind(
             f"cannot set .data of {tensor!r} to a tensor of shape {list(new.shape)}, {dtype} "

@@ -107,6 +107,8 @@ if torch.__version__ < "2.13":  # versions, not texts, are compared
             try:
                 return theirs(source, target, *args, **kwargs)
             except ValueError:  # the parts have no order of shards; torch 2.13 goes on so, too
+                if not any(hasattr(p, "split_factor") for p in source.placements):
+                    raise
                 planner = get_redistribute_planner(source.device_mesh, source.tensor_meta)
                 return planner.generate_greedy_transform_infos(source, target)
 

@@ -18,7 +18,7 @@ from torch.compiler import is_compiling
 
 from ..ops.runtime.specialize import PLAIN
 from .base import FP8Base, wrapper
-from .refusals import needs_master
+from .refusals import with_remedy
 from .torch_internals.frames import is_in_joint_graph, only_inlined
 
 
@@ -170,7 +170,7 @@ class AdaptedWeight(FP8Base):
 
     @classmethod
     def _other_op(cls, func: Any, args: Any, kwargs: Any) -> NoReturn:
-        raise needs_master(
+        raise with_remedy(
             f"{func} is not implemented for an AdaptedWeight, an FP8 weight with an adapter whose "
             f"sum only matmuls apply: multiply by it (torch.nn.functional.linear and grouped_mm, "
             f"torch.matmul, bmm), one matrix of a stack at a time (w[i]) too; call .dequantize() "

@@ -40,9 +40,10 @@ def wrapper(kind: type, size: Sequence[int], **layout: Any) -> Any:
 
 
 def count_write(*parts: Tensor) -> None:
-    """Count a write to parts of an FP8 tensor, which torch does not count below autograd.
+    """Count a write to the data and scales of an FP8 tensor: ops below autograd count none.
 
-    A backward whose forward has saved one of them then raises, as for plain tensors.
+    A backward whose forward has saved them then raises, as for plain tensors. Inference tensors
+    have no count, and compilers count by themselves.
     """
     for part in parts:
         if type(part) in PLAIN and not part.is_inference():

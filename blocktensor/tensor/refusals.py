@@ -26,8 +26,8 @@ FOR_ADAPTERS = (
 _BEGIN_ADAPTERS = {"aten::_linalg_svd", "aten::linalg_qr", "aten::linalg_vector_norm"}
 
 
-def needs_master(text: str) -> NotImplementedError:
-    """Return the error for what a weight with a master does; ``text`` has the remedy."""
+def with_remedy(text: str) -> NotImplementedError:
+    """Return an error whose text says what to do; :func:`name_module` adds no other remedy."""
     error = NotImplementedError(text)
     error.has_remedy = True  # type: ignore[attr-defined]
     return error
@@ -47,10 +47,10 @@ def refuse(func: Any) -> NoReturn:
     kind: Callable[[str], NotImplementedError] = NotImplementedError
     remedy = "call .dequantize() first to work on a plain tensor"
     if func._schema.is_mutable:
-        kind = needs_master
+        kind = with_remedy
         remedy += f"; to write to a frozen weight (merge an adapter into it, say), {UNFREEZE}"
     elif func._schema.name in _BEGIN_ADAPTERS:
-        kind, remedy = needs_master, f"{FOR_ADAPTERS}; or {remedy}"
+        kind, remedy = with_remedy, f"{FOR_ADAPTERS}; or {remedy}"
     raise kind(
         f"{func} is not implemented for BlockwiseFP8Tensor, which keeps its values in FP8: {remedy}"
     )

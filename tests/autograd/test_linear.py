@@ -213,12 +213,12 @@ def test_a_transposed_weight(device: torch.device) -> None:
             assert_matches(got, want)
 
 
-@pytest.mark.parametrize("how", ["copy_", "load_state_dict", "a view"])
+@pytest.mark.parametrize("how", ["copy_", "load_state_dict", "a view", "rows"])
 def test_a_frozen_weight_that_is_written_before_its_backward(
     how: str, device: torch.device
 ) -> None:
     """It raises, as a plain one does; in calls that are repeated, too."""
-    module, other = (linear(128, 256, device=device) for _ in range(2))
+    module, other = (linear(256, 256, device=device) for _ in range(2))
     freeze(module), freeze(other)
     x = randn(5, 256, grad=True, device=device)
     for _ in range(3):
@@ -230,6 +230,8 @@ def test_a_frozen_weight_that_is_written_before_its_backward(
                 module.weight.copy_(other.weight)
             elif how == "a view":
                 module.weight.t().copy_(other.weight.t())
+            elif how == "rows":
+                module.weight[:128].copy_(other.weight[:128])
             else:
                 module.load_state_dict(other.state_dict())
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):

@@ -101,6 +101,19 @@ def test_a_head_that_peft_has_wrapped_stays_a_head(options: Any) -> None:
     assert heads[0] == heads[1] and set(heads[0].values()) == {"Parameter"}
 
 
+@pytest.mark.parametrize("saved", ["cls", "decoder"])
+def test_copies_of_a_tied_head_are_heads(saved: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = dict(hidden_size=256, intermediate_size=512, num_hidden_layers=1, num_attention_heads=4)
+    model = transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=512, **sizes))
+    options = {"target_modules": ["query"], "modules_to_save": [saved]}
+    model = get_peft_model(model, LoraConfig(r=8, **options))
+    convert(model, skip_small=False)
+    heads = {n: p for n, p in model.named_parameters() if n.endswith("weight") and "decoder" in n}
+    assert any("modules_to_save" in name for name in heads)
+    assert not any(isinstance(p, BlockwiseFP8Weight | BlockwiseFP8Tensor) for p in heads.values())
+
+
 def test_what_a_tuner_holds_besides_the_model_is_left_alone() -> None:
     """X-LoRA's classifier, which it trains, is next to the LoRA model that it holds."""
 

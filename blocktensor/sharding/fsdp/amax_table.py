@@ -22,7 +22,7 @@ from ...recipe import Recipe
 from ...tensor.base import MasterBase
 from ..part import Part, Region, check_groups, max_over_ranks
 from ..ranks import agree
-from .fsdp_internals import ShardedParam, agree_on, by_group, sharded_with
+from .fsdp_internals import ShardedParam, by_group, sharded_with
 
 
 class View(NamedTuple):
@@ -328,7 +328,7 @@ def _build(weights: Sequence[ShardedParam], alone: bool) -> None:
         each = ceil_div(weight.shape[weight.dim], weight.ranks)
         check_groups(weight.shape, weight.dim, each, recipe.weight_format)
     lines = [f"{weight}, {recipe}" for weight, recipe in zip(weights, recipes, strict=True)]
-    agree_on("sharded FP8 weights", lines, weights[0])
+    agree("sharded FP8 weights", lines, weights[0].group)
     places = [_PLACES.get(weight.owner()) for weight in weights]
     known = [
         None if place is None or place.recipe != recipe else place.table.known(place.slot)

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .fsdp_internals import ShardedParam, agree_on, by_group, sharded_with
+from ..ranks import agree
+from .fsdp_internals import ShardedParam, by_group, sharded_with
 
 _COMPARED: weakref.WeakKeyDictionary[Any, tuple[weakref.ref[Tensor], int]]
 _COMPARED = weakref.WeakKeyDictionary()
@@ -33,7 +34,7 @@ def compare_frozen(owner: Any) -> None:
         return
     together, _ = sharded_with(owner)
     for weights in by_group(x for x in together if _scale_of(x.local) is not None):
-        agree_on("frozen sharded FP8 weights", [_line(x, x.local) for x in weights], weights[0])
+        agree("frozen sharded FP8 weights", [_line(x, x.local) for x in weights], weights[0].group)
         for weight in weights:
             _COMPARED[weight.owner()] = _state_of(weight.local)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +16,6 @@ from ...ops.formats import ceil_div
 from ...patches import FSDP_CHANGES, FSDP_FORWARDS
 from ...tensor.base import MasterBase
 from ..dtensor import local_of
-from ..ranks import agree
 
 
 class ShardedParam:
@@ -28,7 +27,6 @@ class ShardedParam:
         dim, start: this rank holds a part from index ``start`` on along ``dim``.
         ranks: how many hold the parts; 1 if each rank holds the whole parameter.
         group: these ranks, or those that hold the whole parameter.
-        groups: the same, and under HSDP the ranks that hold the same part.
         device: where it is gathered.
         owner: a weak reference to FSDP's object for the parameter, which outlives the tensors.
     """
@@ -54,8 +52,6 @@ class ShardedParam:
         self.group: torch.distributed.ProcessGroup = (
             info.shard_process_group if is_sharded else info.replicate_process_group
         )
-        is_copied = is_sharded and hasattr(info, "replicate_process_group")
-        self.groups = self.group, *((info.replicate_process_group,) if is_copied else ())
         whole = self.shape[self.dim]
         each = ceil_div(whole, ranks)
         self.start = min(rank * each, whole)
@@ -126,17 +122,11 @@ def sharded_with(owner: Any) -> tuple[list[ShardedParam], bool]:
 
 
 def by_group(weights: Iterable[ShardedParam]) -> Iterable[list[ShardedParam]]:
-    """Return the weights that the same groups of ranks hold, in their order."""
-    found: dict[tuple[str, ...], list[ShardedParam]] = {}
+    """Return the weights that each group of ranks holds, in their order."""
+    found: dict[str, list[ShardedParam]] = {}
     for weight in weights:
-        found.setdefault(tuple(group.group_name for group in weight.groups), []).append(weight)
+        found.setdefault(weight.group.group_name, []).append(weight)
     return found.values()
-
-
-def agree_on(what: str, lines: Sequence[str], weight: ShardedParam) -> None:
-    """Check that all ranks that hold parts of a weight give the same lines, as :func:`agree`."""
-    for group in weight.groups:
-        agree(what, lines, group)
 
 
 class Sharding(NamedTuple):

@@ -232,7 +232,10 @@ def _copy_(func: Any, x: Tensor, source: Tensor, non_blocking: bool = False) -> 
             f"rowwise form is held), so some would keep old values; copy into the whole tensor"
         )
     _fill(x, source, non_blocking)
-    count_write(*(part for form in x.operand if form is not None for part in form[:2]))
+    written = [x, base] if isinstance(base, BlockwiseFP8Tensor) else [x]
+    count_write(
+        *(part for w in written for form in w.operand if form is not None for part in form[:2])
+    )
     x.source = source.source
     x.source_version = source.source_version
     return x

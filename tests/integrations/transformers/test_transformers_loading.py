@@ -81,6 +81,19 @@ def test_its_bytes_are_the_weights(kind: str, frozen: bool, tmp_path: Path) -> N
         assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
+@pytest.mark.parametrize("frozen", [False, True], ids=["trainable", "frozen"])
+def test_in_inference_mode(frozen: bool, tmp_path: Path) -> None:
+    source = written(tmp_path / "fp8")
+    with torch.inference_mode():
+        model = loaded(tmp_path / "fp8", choices(frozen=frozen), dtype="auto")
+    assert len(fp8_names(model)) > 7
+    if frozen:
+        assert torch.equal(logits(model), logits(source))
+    up, wanted = (each.model.layers[0].mlp.up_proj.weight for each in (model, source))
+    values = up.dequantize() if frozen else up.master
+    assert (values - wanted.master).norm() < 0.05 * wanted.master.norm()
+
+
 def test_recipes(tmp_path: Path) -> None:
     recipe = Recipe(scale="power_of_two")
     source = written(tmp_path / "fp8", recipe=recipe)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from blocktensor.sharding.fsdp import fsdp_internals
+from blocktensor.sharding.fsdp import amax_table
 from tests.support.ranks import on_ranks
 from tests.support.sharded import assert_equal, scale, step
 from tests.support.sharded_layers import assert_same_step, batch, evaluate, twins
@@ -78,8 +78,8 @@ def test_a_weight_that_is_gathered_early_again_is_not_compared_again(
     """Before the first forward only the weights that are gathered together are known."""
     model, single = twins(mesh)
     agreed: list[Any] = []
-    agree = fsdp_internals.agree
-    monkeypatch.setattr(fsdp_internals, "agree", lambda *x: (agreed.append(x[1]), agree(*x)))
+    agree = amax_table.agree
+    monkeypatch.setattr(amax_table, "agree", lambda *x: (agreed.append(x[1]), agree(*x)))
     for _ in range(2):
         for block in model[:2]:
             block.unshard()

@@ -19,8 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from blocktensor import convert
 from blocktensor.sharding import ranks
-from blocktensor.sharding import ranks
-from blocktensor.sharding.fsdp import amax_table, fsdp_internals
+from blocktensor.sharding.fsdp import amax_table
 from tests.support.ranks import on_ranks, run
 from tests.support.sharded import assert_equal, reductions, scale, step, whole
 from tests.support.sharded_layers import (
@@ -41,9 +40,8 @@ def test_a_teacher_that_is_written_inside_of_a_forward(
 ) -> None:
     """Ranks agree once that this happens; then every forward reduces its amaxes again."""
     agreed: list[str] = []
-    agree = ranks.agree
-    for module in (amax_table, fsdp_internals):
-        monkeypatch.setattr(module, "agree", lambda *x: (agreed.append(x[0]), agree(*x)))
+    agree = amax_table.agree
+    monkeypatch.setattr(amax_table, "agree", lambda *x: (agreed.append(x[0]), agree(*x)))
     model, single = following(mesh)
     optimizers = [torch.optim.SGD(m.student.parameters(), lr=1.0) for m in (model, single)]
     for number in range(3):
