@@ -108,7 +108,7 @@ class Pattern:
 
     @classmethod
     def why_unwatched(cls, module: nn.Module) -> str:
-        """Return why the forward cannot be replaced: it was, or no later one could notice changes."""
+        """Return why the forward is not to be replaced: it was, or none could notice changes."""
         if "forward" in module.__dict__:
             return "its forward was replaced on the instance"
         try:
