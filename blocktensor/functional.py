@@ -45,7 +45,7 @@ def linear(
 
     With ``torch.compile`` and activation checkpointing together, torch 2.11 saves the intermediates
     of any ``autograd.Function``, including this one, within a checkpointed region (pytorch#177396;
-    fixed in 2.13). Convert the model instead.
+    fixed in 2.12). Convert the model instead.
 
     Args:
         x: ``[..., K]`` bf16, fp16 or fp32, or ``blocktensor.quantize(x)``, or bytes and scales in

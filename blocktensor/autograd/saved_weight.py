@@ -82,9 +82,10 @@ class SavedWeight:
         """
         if needed and self.plan.reads_master and not self.names:
             (w,) = saved
-            if not isinstance(w, BlockwiseFP8Weight):
-                return None if isinstance(w, BlockwiseFP8Tensor) else w
-            return self._master(w)
+            if isinstance(w, BlockwiseFP8Weight):
+                return self._master(w)
+            if not isinstance(w, BlockwiseFP8Tensor):
+                return w
         form = self.columnwise(saved, needed)
         return None if form is None else dequantize(form, self.plan.out_dtype).mT
 

@@ -177,6 +177,10 @@ def test_fp8_inputs_and_frozen_weights(recipe: Recipe) -> None:
     (dx,) = gradients(model(x), x)
     (of_values,) = gradients(F.linear(x, read(w, VALUES, True)), x)
     assert torch.equal(dx, of_values)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    (in_graph,) = gradients(compiled(x), x)
+    assert torch.equal(in_graph, dx)
 
 
 @every_recipe

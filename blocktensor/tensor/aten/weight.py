@@ -160,9 +160,10 @@ def _matrix(w: BlockwiseFP8Weight, index: int) -> Tensor:
     count = w.shape[0]
     if not -count <= index < count:
         raise IndexError(f"index {index} of a stack of {count} matrices")
+    own = int(index % count)  # a graph for any sizes has symbols here
     if isinstance(w._late, LateCopy):
-        return _late(w._late.part(index % count), w.transposed)
-    cache = w.cache.part(index % count)
+        return _late(w._late.part(own), w.transposed)
+    cache = w.cache.part(own)
     return BlockwiseFP8Weight(w.master[index], cache=cache, transposed=w.transposed)
 
 

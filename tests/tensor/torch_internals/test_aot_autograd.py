@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo import graph_break
 from torch._dynamo.utils import counters
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
@@ -103,6 +103,16 @@ def test_a_graph_returns_a_view_of_a_weight_or_one_computed_from_it(make: str) -
 
 def test_a_weight_of_symbolic_sizes() -> None:
     assert_as_eager(lambda w, d, x: (w * d).t(), by_matmul, dynamic=True)
+
+
+@pytest.mark.parametrize(
+    "pick", [lambda w: w[1], lambda w: w.select(0, -1), lambda w: w.unbind()[1]]
+)
+def test_a_matrix_of_a_stack_of_symbolic_sizes(pick: Any) -> None:
+    def stack() -> Tensor:
+        return nn.Parameter(BlockwiseFP8Weight(randn(3, N, K, seed=1)))
+
+    assert_as_eager(lambda w, d, x: F.linear(x, pick(w)), lambda y, x: y, stack, dynamic=True)
 
 
 @pytest.mark.parametrize("compute", [lambda w: w * 2, lambda w: w[5:].detach()])
