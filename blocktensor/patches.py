@@ -83,11 +83,6 @@ class Patch:
         return make
 
     @property
-    def is_declared(self) -> bool:
-        """Return True if :meth:`made_by` was called; versions that need no patch do not call it."""
-        return self._make is not None
-
-    @property
     def is_applied(self) -> bool:
         """Return True if the replacement is in place now, or if instances have a derived class."""
         return bool(self._derived) or self._is_on(self._find())
@@ -96,7 +91,8 @@ class Patch:
         """Put the replacement in place, unless it is there already. Threads take turns.
 
         Returns:
-            False, without a change, if the library is not imported yet or the patch is left out.
+            False, without a change, if the library is not imported yet, if nobody has called
+            :meth:`made_by` (its version needs no patch), or if the patch is left out.
 
         Raises:
             ValueError: ``BLOCKTENSOR_WITHOUT_PATCHES`` has a name that no patch has.
@@ -109,7 +105,7 @@ class Patch:
             owner = self._find()
             if self._is_on(owner):
                 return True
-            if owner is None or self._is_left_out():
+            if owner is None or self._make is None or self._is_left_out():
                 return False
             make: Any = self._make
             if self.kind == "global hook":
@@ -540,7 +536,7 @@ def apply_for_fp8() -> None:
     """
     global is_pending
     for patch in PATCHES:
-        if patch.for_fp8 and patch.is_declared:
+        if patch.for_fp8:
             patch.apply()
     is_pending = False
 

@@ -31,8 +31,11 @@ _IN_ORDER = "aten.view", "aten._unsafe_view", "aten.clone"
 _MATMULS = "blocktensor.", "aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten.convolution"
 _EQUALITY = "aten.eq.", "aten.ne."
 _ORDER = "aten.lt.Tensor", "aten.le.Tensor", "aten.gt.Tensor", "aten.ge.Tensor"
-_PROBABILITIES = "softmax", "sumexp", "aten.amax", "aten.prod."
-"""Parts of the names of operations that compute probabilities, or begin to, or products."""
+_PROBABILITIES = "softmax", "sumexp", "aten.amax"
+"""Parts of the names of operations that compute probabilities, or begin to."""
+
+_PRODUCTS = ("aten.prod.",)
+"""Parts of the names of operations whose result backward divides by their inputs."""
 
 
 def inlined_hook(function: Callable[[Any], Any]) -> Any:
@@ -112,7 +115,7 @@ def _is_activation(x: Tensor, node: fx.Node) -> bool:
         and not (x.ndim == 3 and guard_or_false(x.shape[-1] <= MAX_HEAD))  # of attention
         and x.is_contiguous()
         and node.op != "placeholder"
-        and not _is_of_probabilities(node)
+        and not _needs_exact_values(node)
         and not _is_of_parameters(node)
     )
 
@@ -140,13 +143,13 @@ def _repeated_heads(x: Tensor, node: fx.Node) -> tuple[int, int] | None:
     return None
 
 
-def _is_of_probabilities(node: fx.Node) -> bool:
-    """Return True for logits, probabilities and factors.
+def _needs_exact_values(node: fx.Node) -> bool:
+    """Return True for logits, for probabilities, and for factors of a product.
 
     Backward computes exponentials of their values, or divides by them.
     """
     readers = _walk([node], lambda x: x.users if x is node or not _is_named(x, _MATMULS) else ())
-    return any(_is_named(x, _PROBABILITIES) for x in readers)
+    return any(_is_named(x, _PROBABILITIES + _PRODUCTS) for x in readers)
 
 
 def _read_exactly(graph: fx.Graph) -> set[str]:

@@ -89,8 +89,7 @@ def cut_as_experts(x: Tensor, stack: Any, dim: int, pieces: int = 1) -> Tensor:
     from torch.distributed.tensor import Shard, distribute_tensor
     from torch.distributed.tensor.placement_types import _StridedShard
 
-    if STRIDED_SHARDS.is_declared:
-        STRIDED_SHARDS.apply()
+    STRIDED_SHARDS.apply()
     cut = Shard(dim) if pieces == 1 else _StridedShard(dim, split_factor=pieces)
     placements = [p if p.is_replicate() else cut for p in stack.placements]
     return distribute_tensor(x, stack.device_mesh, placements)
