@@ -25,7 +25,6 @@ from ..tensor.arithmetic import is_arithmetic
 from ..tensor.base import FP8Base, readable
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.refusals import FOR_ADAPTERS, with_remedy
-from ..tensor.torch_internals.frames import only_inlined
 from ..tensor.weight import BlockwiseFP8Weight
 
 
@@ -185,7 +184,6 @@ def _adapting(run: Callable[..., Any]) -> Callable[..., Any]:
     a torch function, which Dynamo does not trace into.
     """
 
-    @only_inlined
     def adapt(input: Tensor, batch1: Tensor, batch2: Tensor, **how: Any) -> Any:
         is_sum = how.keys() - {"alpha"} or any(isinstance(x, FP8Base) for x in (batch1, batch2))
         if is_sum or not is_stack(input) or isinstance(input, BlockwiseFP8Weight):

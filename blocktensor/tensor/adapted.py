@@ -19,7 +19,7 @@ from torch.compiler import is_compiling
 from ..ops.runtime.specialize import PLAIN
 from .base import FP8Base, wrapper
 from .refusals import with_remedy
-from .torch_internals.frames import is_in_joint_graph, only_inlined
+from .torch_internals.frames import is_in_joint_graph, never_compiled, only_inlined
 
 
 class LowRank(NamedTuple):
@@ -161,7 +161,7 @@ class AdaptedWeight(FP8Base):
         return f"AdaptedWeight({self.base!r}, ranks={ranks})"
 
     @classmethod
-    @only_inlined
+    @never_compiled
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         view = _VIEWS.get(func)
         if view is not None and isinstance(args[0], AdaptedWeight):
@@ -179,7 +179,6 @@ class AdaptedWeight(FP8Base):
         )
 
 
-@only_inlined
 def _transposed(w: AdaptedWeight) -> AdaptedWeight:
     if w._transposed_from is not None:
         return w._transposed_from
@@ -190,7 +189,6 @@ def _transposed(w: AdaptedWeight) -> AdaptedWeight:
     return made
 
 
-@only_inlined
 def _transpose(w: AdaptedWeight, dim0: int, dim1: int) -> AdaptedWeight:
     dims = {dim0 % w.ndim, dim1 % w.ndim}
     if dims == {w.ndim - 2, w.ndim - 1}:
@@ -198,7 +196,6 @@ def _transpose(w: AdaptedWeight, dim0: int, dim1: int) -> AdaptedWeight:
     w._other_op(f"transpose({dim0}, {dim1})", (), {})
 
 
-@only_inlined
 def _permute(w: AdaptedWeight, *dims: Any) -> AdaptedWeight:
     order = dims[0] if len(dims) == 1 else dims
     if [d % w.ndim for d in order] == [*range(w.ndim - 2), w.ndim - 1, w.ndim - 2]:
@@ -206,12 +203,10 @@ def _permute(w: AdaptedWeight, *dims: Any) -> AdaptedWeight:
     w._other_op(f"permute({order})", (), {})
 
 
-@only_inlined
 def _matrix_transposed(w: AdaptedWeight) -> AdaptedWeight:
     return _transpose(w, 0, 1)  # refuses a stack
 
 
-@only_inlined
 def _item(w: AdaptedWeight, index: Any) -> AdaptedWeight:
     """Return one matrix of a stack; other indices raise, of the stack without adapters too."""
     base = w.base[index]
@@ -220,14 +215,12 @@ def _item(w: AdaptedWeight, index: Any) -> AdaptedWeight:
     return AdaptedWeight(base, [LowRank(b[index], a[index], s) for b, a, s in w.terms])
 
 
-@only_inlined
 def _select(w: AdaptedWeight, dim: int, index: int) -> AdaptedWeight:
     if dim % w.ndim:
         w._other_op(f"select({dim}, {index})", (), {})
     return _item(w, index)
 
 
-@only_inlined
 def _converted(convert: Callable[..., Any], w: AdaptedWeight, *args: Any, **how: Any) -> Any:
     """Convert the dtype of the base; matmuls convert the terms to the dtype of their input."""
     base = convert(w.base, *args, **how)

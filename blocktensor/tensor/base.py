@@ -16,7 +16,7 @@ from ..ops.runtime.specialize import PLAIN
 from .refusals import name_module, refuse
 from .torch_internals.aot_autograd import plain_tangent
 from .torch_internals.callers import address_as_a_name, caller
-from .torch_internals.frames import only_inlined
+from .torch_internals.frames import never_compiled, only_inlined
 
 TORCH_FUNCTIONS: dict[Any, Callable[..., Any]] = {}
 """Overrides above autograd for all FP8 types, from ``overrides/torch_functions.py``.
@@ -165,7 +165,7 @@ class FP8Base(Tensor):
         return repr(known)
 
     @classmethod
-    @only_inlined  # it may return an AdaptedWeight
+    @never_compiled
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         try:
             override = TORCH_FUNCTIONS.get(func)
@@ -181,6 +181,7 @@ class FP8Base(Tensor):
             raise
 
     @classmethod
+    @never_compiled
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         implementation = cls._ops.get(func) or cls._ops.get(func.name())
         if implementation is not None:

@@ -11,8 +11,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 
 from blocktensor import BlockwiseFP8Weight, audit, convert, functional
+from tests.support.compiling import fresh, instantiates
 from tests.support.models import randn
 from tests.support.moe_models import TOKENS, GroupedExperts, TitanMoE, transformers_moe
 from tests.support.numeric import relative_error
@@ -43,6 +45,7 @@ class ByFunctional(GroupedExperts):
 
 
 X = randn(60, 128, dtype=torch.float32)
+EMBEDDED = randn(2, 16, 128, dtype=torch.float32)
 
 
 @pytest.mark.parametrize("before", [False, True], ids=["", "transposed before the cast"])
@@ -99,6 +102,24 @@ def test_an_implementation_that_copies_experts_is_refused(mode: Callable[[], Any
     model.set_experts_implementation("grouped_mm")
     with mode():
         model(TOKENS)
+
+
+@needs_transformers
+@pytest.mark.slow
+@instantiates
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_experts_one_by_one_run_between_graphs() -> None:
+    """Their loop over the experts with tokens breaks the graph; operations on weights run as is."""
+    with fresh():
+        model = transformers_moe("mixtral", "eager", num_hidden_layers=1)
+        convert(model, skip_small=False)
+        compiled = torch.compile(model, backend="aot_eager")
+        got, want = (
+            step(lambda x, run=run: run(inputs_embeds=x).logits, EMBEDDED, of=[model])
+            for run in (compiled, model)
+        )
+        assert counters["graph_break"]
+        assert_bits(got, want)
 
 
 # Expert parallelism: FP8 on every rank, as in one process

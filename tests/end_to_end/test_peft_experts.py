@@ -358,6 +358,18 @@ def test_gradients_pass_between_graphs(inner: bool) -> None:
         assert counters["graph_break"]
 
 
+@pytest.mark.slow
+@instantiates
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_experts_one_by_one_run_between_graphs() -> None:
+    with fresh():
+        model = adapted(base(implementation="eager", num_hidden_layers=1))
+        want = results(model)
+        assert_bits(results(model, torch.compile(model, backend="aot_eager")), want)
+        assert counters["graph_break"]
+
+
 @instantiates
 def test_adapters_of_ones_own_in_a_graph() -> None:
     """They are no result of a graph, and torch compiles no grouped matmul in fp32."""

@@ -23,7 +23,7 @@ def only_inlined(function: _Function) -> _Function:
 
 
 def never_compiled(function: _Function) -> _Function:
-    """Let a function and all that it calls run eagerly, between graphs too.
+    """Let a function and all that it calls run eagerly, unless a caller that is compiled calls it.
 
     ``torch.compiler.disable`` does that with eight calls for each call.
     """
