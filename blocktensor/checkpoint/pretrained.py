@@ -8,7 +8,7 @@ model, so that the model does not change. transformers before version 5 has no s
 from __future__ import annotations
 
 import copy
-import importlib
+import importlib.util
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
@@ -22,6 +22,11 @@ from ..patches import PROGRESS_BAR
 
 Rules = Sequence[Any]
 """The rules by which transformers renames and converts tensors when it loads them."""
+
+
+def has_rules() -> bool:
+    """Return True if the installed transformers, from version 5 on, loads tensors by rules."""
+    return importlib.util.find_spec("transformers.core_model_loading") is not None
 
 
 def pretrained_models(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -7,9 +7,12 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
+from ..model.weights import kind_of
+from ..patches import PROGRESS_BAR
 from .contents import Entry
+from .on_disk import CheckpointError
 from .parts import Box, Part, all_of
-from .pretrained import Loaded, Rules, loaded, rules_of, skeleton
+from .pretrained import Loaded, Rules, has_rules, loaded, rules_of, skeleton
 from .traced import TracedTensor, traced
 
 _INTEGERS = {
@@ -49,6 +52,9 @@ class PretrainedReader:
             prefix, model: a model of transformers, and the prefix of its names.
             entries: the stored tensors, without scales, by name.
             rules: the rules to load by; default: the rules that transformers has for the model.
+
+        Raises:
+            CheckpointError: a function of transformers fails.
         """
         self._prefix, self._model, self._rules = prefix, model, rules
         self._entries = {
@@ -56,10 +62,7 @@ class PretrainedReader:
             for name, entry in entries.items()
             if name.startswith(prefix) and not name.endswith("._extra_state")
         }
-        try:
-            result = self._loaded({})
-        except Exception:  # this version of transformers has no such rules: names decide
-            result = Loaded({}, {}, {})
+        result = self._asked()
         self.parts: dict[str, tuple[Part, ...]] = {}
         self.computed: dict[str, frozenset[str]] = {}
         for name, x in result.tensors.items():
@@ -96,6 +99,19 @@ class PretrainedReader:
         entries = {name: self._entries[name] for name in stored}
         made = self._loaded({name: read(x, all_of(x.shape)) for name, x in entries.items()})
         return {name: made.tensors[name.removeprefix(self._prefix)] for name in self.computed}
+
+    def _asked(self) -> Loaded:
+        """Return what transformers would load; nothing if it has no rules, so that names decide."""
+        if not has_rules():
+            return Loaded({}, {}, {})
+        try:
+            return self._loaded({})
+        except Exception as error:
+            raise CheckpointError(
+                f"transformers could not be asked what it would load into this "
+                f"{kind_of(self._model)} ({type(error).__name__}: {error}): expected "
+                f"{PROGRESS_BAR.versions}, whose functions blocktensor knows"
+            ) from error
 
     @torch.inference_mode(False)  # transformers fails on tensors made there
     def _loaded(self, values: Mapping[str, Tensor]) -> Loaded:
