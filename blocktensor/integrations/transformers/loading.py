@@ -17,7 +17,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Container, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from torch import nn
 
 from ...checkpoint.contents import Entry, entries_of, names_of_scales
 from ...checkpoint.load import load_matched
-from ...checkpoint.match import Matched, match
+from ...checkpoint.match import Matched, match, some
 from ...checkpoint.on_disk import CheckpointError
 from ...checkpoint.pretrained import Rules
 from ...checkpoint.pretrained_reader import PretrainedReader
@@ -38,6 +38,9 @@ from .config import BlockwiseFP8Config
 
 _METHODS = ("fp8", "compressed-tensors")
 """The methods of checkpoints that may hold E4M3 weights, by their names in ``config.json``."""
+
+_E4M3 = ("F8_E4M3", "torch.float8_e4m3fn")
+"""The dtype of FP8 weights, as safetensors and as torch name it."""
 
 _E4M3_FORMAT = "float-quantized"
 """The format of compressed-tensors that stores one E4M3 element a byte."""
@@ -144,7 +147,8 @@ def fp8_checkpoint(
 
     Raises:
         CheckpointError: as :func:`blocktensor.load_fp8`; a tensor of 8 bits or fewer that would be
-            loaded by value, without its scales.
+            loaded by value, without its scales; weights in FP8 under names that the model does not
+            have.
     """
     dtypes = {name: dtype for name, x in state.items() if _is_small(dtype := _dtype(x))}
     if not dtypes:
@@ -158,7 +162,14 @@ def fp8_checkpoint(
         if tensors[target].is_floating_point()
         for name in names & dtypes.keys()
     }
+    kind = type(model).__name__
     if not targets:
+        found = {
+            name: _shape(state[name])
+            for name, dtype in dtypes.items()
+            if dtype in _E4M3 and any(x in state for x in names_of_scales(name))
+        }
+        _check_places(files[0] if files else "state_dict", kind, found, tensors, reader.names)
         return None
     name = next(iter(targets))
     if not files or not all(file.endswith(".safetensors") for file in files):
@@ -174,7 +185,6 @@ def fp8_checkpoint(
             f"folder, under the usual names: keep this variant in a folder of its own"
         )
     matched = match(model, tensors, folder, entries, [reader])
-    kind = type(model).__name__
     for name, target in targets.items():
         source = matched.sources.get(target)
         if source is None or not source.is_fp8:
@@ -184,8 +194,9 @@ def fp8_checkpoint(
                 f"may rename, join and split; dequantize them with the library that wrote them, "
                 f"then convert"
             )
-    left = {name: x for name in matched.unexpected if (x := entries[name]).is_fp8}
-    _check_left(folder, kind, matched, _reader(model, {x: state[x] for x in left}, rules), tensors)
+    left = {name: x.shape for name in matched.unexpected if (x := entries[name]).is_fp8}
+    _check_single(folder, matched, _reader(model, {x: state[x] for x in left}, rules))
+    _check_places(folder, kind, left, tensors, matched.sources)
     # what transformers loads is left to it: in high precision it may do more than rename
     ours = {name: x for name, x in matched.sources.items() if x.is_fp8 or x.whole}
     read = {entry.name for x in ours.values() for entry in (*x.weights, *x.scales)}
@@ -193,28 +204,17 @@ def fp8_checkpoint(
 
 
 def _reader(model: nn.Module, state: Mapping[str, Any], rules: Rules) -> PretrainedReader:
-    entries = {
-        name: Entry(
-            Path(),
-            _dtype(x),
-            tuple(x.shape if isinstance(x, torch.Tensor) else x.get_shape()),
-            name,
-        )
-        for name, x in state.items()
-    }
+    entries = {name: Entry(Path(), _dtype(x), _shape(x), name) for name, x in state.items()}
     return PretrainedReader("", model, entries, rules)
 
 
-def _check_left(
-    folder: Path, kind: str, matched: Matched, reader: PretrainedReader, tensors: Mapping[str, Any]
-) -> None:
-    """Raise CheckpointError if FP8 weights are left that belong to the model.
+def _check_single(folder: Path, matched: Matched, reader: PretrainedReader) -> None:
+    """Raise CheckpointError if FP8 weights are left that belong to a tensor with other sources.
 
     Args:
-        folder, kind: of the checkpoint and the model, for messages.
+        folder: of the checkpoint, for messages.
         matched: what was found of the model.
         reader: of the FP8 weights that were left.
-        tensors: of the model.
     """
     for target in (*reader.names, *reader.failed, *reader.mismatched):
         source, others = matched.sources.get(target), reader.names.get(target, reader.stored)
@@ -223,17 +223,42 @@ def _check_left(
             f"{folder}: tensors {found} and {min(others)!r} would both be loaded into {target!r}, "
             f"in FP8: remove one of them"
         )
-    without = tensors.keys() - matched.sources.keys()
-    for name in reader.stored:
-        if any(x.endswith(f".{name}") or name.endswith(f".{x}") for x in without):
-            raise CheckpointError(
-                f"{folder}: tensor {name!r} is in FP8 and has another name in a {kind}: load it "
-                f"into the class that the checkpoint was saved from, and take its part"
-            )
+
+
+def _check_places(
+    where: Path | str,
+    kind: str,
+    left: Mapping[str, Sequence[int]],
+    tensors: Mapping[str, torch.Tensor],
+    found: Container[str],
+) -> None:
+    """Raise CheckpointError if FP8 weights are left, and tensors of their shapes get no values.
+
+    Args:
+        where, kind: the checkpoint and the class of the model, for messages.
+        left: the shapes of the weights, by name.
+        tensors: of the model, by name.
+        found: the names of those that get values.
+    """
+    held = {id(x) for name, x in tensors.items() if name in found}  # also under tied names
+    without = {name: tuple(x.shape[-2:]) for name, x in tensors.items() if id(x) not in held}
+    lost = [name for name, shape in left.items() if tuple(shape[-2:]) in without.values()]
+    if lost:
+        shapes = {tuple(left[name][-2:]) for name in lost}
+        lacking = [name for name, shape in without.items() if shape in shapes]
+        raise CheckpointError(
+            f"{where}: {len(lost)} tensors in FP8 ({some(lost)}) have other names in a {kind}, "
+            f"whose {some(lacking)} would get no values: load the class that the checkpoint was "
+            f"saved from, and take its part, or give from_pretrained a key_mapping"
+        )
 
 
 def _dtype(x: Any) -> str:
     return str(x.dtype if isinstance(x, torch.Tensor) else x.get_dtype())
+
+
+def _shape(x: Any) -> tuple[int, ...]:
+    return tuple(x.shape if isinstance(x, torch.Tensor) else x.get_shape())
 
 
 def _is_small(dtype: str) -> bool:
