@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ...patches import SWAP_TENSORS
 from ..base import FP8Base
+from ..fp8_tensor import BlockwiseFP8Tensor
 from ..torch_internals.callers import APPLY, PARAMETRIZE, caller
 from ..weight import FP8_TYPES
 
@@ -131,6 +132,7 @@ def _around(original: Any) -> Any:
                 return
             if place == PARAMETRIZE and not isinstance(t2, FP8Base):
                 if who.back is not None and who.back.function == "remove_parametrizations":
+                    _check_writable(t1)
                     t1.data = t2.detach()
                     return
                 raise NotImplementedError(
@@ -141,6 +143,17 @@ def _around(original: Any) -> Any:
         original(t1, t2)
 
     return swap_tensors
+
+
+def _check_writable(weight: Tensor) -> None:
+    """Raise TypeError for a frozen weight; torch replaces the text of any RuntimeError."""
+    if isinstance(weight, BlockwiseFP8Tensor):
+        raise TypeError(
+            f"remove_parametrizations would write computed values to a frozen FP8 weight "
+            f"{list(weight.shape)}: pass leave_parametrized=False, which keeps the values before "
+            f"the parametrization; for computed ones, call blocktensor.unfreeze(model) then, "
+            f"register and remove the parametrization again, and call blocktensor.freeze(model)"
+        )
 
 
 def carry_over(old: Tensor, new: Tensor) -> None:

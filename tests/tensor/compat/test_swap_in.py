@@ -234,6 +234,31 @@ def test_a_parametrization_that_is_removed_leaves_its_values_in_fp8() -> None:
     assert not torch.equal(weight.master, plain.weight)
 
 
+class Dequantized(nn.Module):
+    """A parametrization of frozen and of trainable weights, with plain results."""
+
+    def forward(self, weight: Any) -> Tensor:
+        return 2 * weight.dequantize()  # exact
+
+
+def test_a_parametrization_of_a_frozen_weight_is_removed_as_the_error_says() -> None:
+    model = nn.Sequential(linear(128, 192, frozen=True))
+    module, weight = model[0], model[0].weight
+    parametrize.register_parametrization(module, "weight", Dequantized())
+    wanted = module.weight
+    with pytest.raises(TypeError, match="leave_parametrized=False, which keeps"):
+        parametrize.remove_parametrizations(module, "weight")
+    assert torch.equal(module.weight, wanted)
+    parametrize.remove_parametrizations(module, "weight", leave_parametrized=False)
+    assert module.weight is weight and isinstance(weight, BlockwiseFP8Tensor)
+    unfreeze(model)
+    parametrize.register_parametrization(module, "weight", Dequantized())
+    parametrize.remove_parametrizations(module, "weight")
+    freeze(model)
+    assert isinstance(module.weight, BlockwiseFP8Tensor)
+    assert torch.equal(module.weight.dequantize(), wanted)
+
+
 def test_a_swap_is_refused_as_in_plain_pytorch() -> None:
     one, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.zeros(2))
     reference = weakref.ref(one)
