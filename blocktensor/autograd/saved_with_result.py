@@ -11,6 +11,7 @@ node is made before the operation saves anything, and torch numbers the nodes of
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import threading
 import weakref
@@ -26,8 +27,8 @@ from .saved_report import SavedReport
 
 COMPARED = "compared with a result"
 
-_MOST_INPUTS = 8
-"""More tensors than any operation saves."""
+_MOST_INPUTS = 4096
+"""More tensors than any operation saves: ``torch._foreach_norm`` saves the tensors of a list."""
 
 _SAVED = "_raw_saved_"
 """The beginning of the names of those attributes of a node that are saved tensors."""
@@ -93,9 +94,8 @@ def keep_what_it_compares(x: Tensor) -> bool:
     number = node._sequence_nr()
     if number > _this_thread.result:  # else a later operation has saved the result
         _this_thread.result = number
-        for each in _this_thread.latest:
-            if each.number > number:
-                each.keep()
+        for each in itertools.takewhile(lambda x: x.number > number, reversed(_this_thread.latest)):
+            each.keep()
     return True
 
 
