@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -48,6 +49,20 @@ def count_write(*parts: Tensor) -> None:
     for part in parts:
         if type(part) in PLAIN and not part.is_inference():
             torch.autograd.graph.increment_version(part)
+
+
+def counting_together(part: Tensor) -> AbstractContextManager[None]:
+    """Let views of the data or scales of an FP8 tensor count writes together with them.
+
+    Views that are made below autograd have counters of their own: a backward through a view would
+    not notice a write to the whole, or to another view.
+    """
+    if type(part) not in PLAIN:
+        return nullcontext()  # compilers count by themselves
+    made: AbstractContextManager[None] = torch._C._SetExcludeDispatchKeyGuard(
+        torch._C.DispatchKey.ADInplaceOrView, False
+    )
+    return made
 
 
 _INTERNED: dict[Any, object] = {}

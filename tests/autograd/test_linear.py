@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from blocktensor import BlockwiseFP8Weight, Recipe, freeze, functional, quantize
+from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, Recipe, freeze, functional, quantize
 from tests.support.linear_ways import assert_all_equal, grads_of, saved_by, way_of_linears
 from tests.support.models import (
     RECIPES,
@@ -234,6 +234,39 @@ def test_a_frozen_weight_that_is_written_before_its_backward(
                 module.weight[:128].copy_(other.weight[:128])
             else:
                 module.load_state_dict(other.state_dict())
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+
+
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "a matrix": lambda w: w[1],
+    "a matrix of a part": lambda w: w[1:3][0],
+    "one of all": lambda w: w.unbind(0)[1],
+    "rows of a matrix": lambda w: w[1][128:],
+    "restacked": lambda w: w.view(6, 128, 256)[2],
+    "transposed": lambda w: w.mT[1].t(),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_a_view_of_a_frozen_stack_that_is_written_before_its_backward(
+    view: str, device: torch.device
+) -> None:
+    """A write to the whole, or through another view, counts for each view."""
+    x = randn(5, 256, grad=True, device=device)
+    other = BlockwiseFP8Tensor.from_values(randn(3, 256, 256, device=device), (128, 128))
+    writes: list[Callable[[Tensor], Tensor]] = [
+        lambda w: w.copy_(other),
+        lambda w: w.detach().copy_(other),
+        lambda w: w[1].copy_(other[1]),
+        lambda w: VIEWS[view](w).copy_(VIEWS[view](other)),
+    ]
+    for write in writes:
+        w = BlockwiseFP8Tensor.from_values(randn(3, 256, 256, device=device), (128, 128))
+        y = torch.nn.functional.linear(x, VIEWS[view](w))
+        torch.autograd.grad(y, x, torch.ones_like(y), retain_graph=True)
+        with torch.no_grad():
+            write(w)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             y.sum().backward()
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from ...ops import checks
 from ...ops.formats import Quantized
 from ...ops.scale_layouts import copy_data_, empty_quantized, laid_out
-from ..base import count_write, implements, only_dtype, view_of_its_kind
+from ..base import count_write, counting_together, implements, only_dtype, view_of_its_kind
 from ..compat.sent_frozen import Bucket
 from ..fp8_tensor import ATEN_OPS, BlockwiseFP8Tensor
 from ..operand import Operand
@@ -113,11 +113,13 @@ def _restacked(x: BlockwiseFP8Tensor, shape: list[int]) -> BlockwiseFP8Tensor:
         )
     row = x.rowwise()
     *lead, rows, cols = x.format.scale_shape(shape)
-    scale = row.scale.reshape(math.prod(lead) * rows, cols)
-    if lead:  # still a view; torch's view with one row in each matrix has other strides
-        step = scale.stride(0)
-        scale = scale.as_strided((*lead, rows, cols), (rows * step, step, 1))
-    stack = x.like(Operand(laid_out(row.data.view(shape), scale, row.format), None), shape, None)
+    with counting_together(row.data):
+        scale = row.scale.reshape(math.prod(lead) * rows, cols)
+        if lead:  # still a view; torch's view with one row in each matrix has other strides
+            step = scale.stride(0)
+            scale = scale.as_strided((*lead, rows, cols), (rows * step, step, 1))
+        form = laid_out(row.data.view(shape), scale, row.format)
+    stack = x.like(Operand(form, None), shape, None)
     stack.generation = x.generation
     return stack
 
@@ -232,10 +234,7 @@ def _copy_(func: Any, x: Tensor, source: Tensor, non_blocking: bool = False) -> 
             f"rowwise form is held), so some would keep old values; copy into the whole tensor"
         )
     _fill(x, source, non_blocking)
-    written = [x, base] if isinstance(base, BlockwiseFP8Tensor) else [x]
-    count_write(
-        *(part for w in written for form in w.operand if form is not None for part in form[:2])
-    )
+    count_write(*(part for form in x.operand if form is not None for part in form[:2]))
     x.source = source.source
     x.source_version = source.source_version
     return x

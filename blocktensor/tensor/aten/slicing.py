@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...ops.formats import Quantized, ceil_div
 from ...ops.scale_layouts import columnwise_width, laid_out
-from ..base import implements, view_of_its_kind
+from ..base import counting_together, implements, view_of_its_kind
 from ..fp8_tensor import ATEN_OPS, BlockwiseFP8Tensor
 from ..operand import Operand
 
@@ -67,11 +67,13 @@ def _cut(form: Quantized, axis: int, start: int, stop: int) -> Quantized:
     """Cut a form along the columns (-1) or rows (-2) of its data, or out of a stack (0)."""
     data, scale, format = form
     block = format.block_shape[axis] if axis else 1
-    scale = aten.slice(scale, axis, start // block, ceil_div(stop, block))
-    if axis != -1:
-        return Quantized(aten.slice(data, axis, start, stop), scale, format)
+    with counting_together(data):
+        scale = aten.slice(scale, axis, start // block, ceil_div(stop, block))
+        if axis != -1:
+            return Quantized(aten.slice(data, axis, start, stop), scale, format)
     end = columnwise_width(stop, format) if start < stop else stop  # with the zeros
-    return laid_out(data[..., start:end].contiguous(), scale, format)
+    # bytes that are copied keep their scales when the whole is written to
+    return laid_out(data[..., start:end].contiguous(), scale.clone(), format)
 
 
 def _like(x: BlockwiseFP8Tensor, operand: Operand, shape: Sequence[int]) -> BlockwiseFP8Tensor:
@@ -135,8 +137,12 @@ def _select(func: Any, x: BlockwiseFP8Tensor, dim: int, index: int) -> Blockwise
     part = _part(x, 0, index, index + 1, "select")
     if not x.format.transposes:
         return part.relabel(shape=part.shape[1:])
-    forms = (form and Quantized(form.data[0], form.scale[0], form.format) for form in part.operand)
-    return _like(x, Operand(*forms), part.shape[1:])
+    return _like(x, Operand(*(form and _first(form) for form in part.operand)), part.shape[1:])
+
+
+def _first(stack: Quantized) -> Quantized:
+    with counting_together(stack.data):
+        return Quantized(stack.data[0], stack.scale[0], stack.format)
 
 
 @implements(ATEN_OPS, aten.unbind.int)

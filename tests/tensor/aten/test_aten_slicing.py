@@ -105,6 +105,16 @@ def test_rows_are_views_and_columns_copies() -> None:
     assert (x.dequantize()[128:256] == 1).all()
 
 
+@every_block
+def test_copied_columns_keep_their_values(block: tuple[int, int]) -> None:
+    """Their scales are copies too: old bytes with new scales would be neither value."""
+    x, other = (made(256, 256, block=block, forms=ROWWISE) for _ in range(2))
+    part = x[:, :128]
+    before = part.dequantize()
+    x.copy_(BlockwiseFP8Tensor.from_values(64 * other.dequantize(), block, columnwise=False))
+    assert torch.equal(part.dequantize(), before)
+
+
 def test_no_write_to_a_part_leaves_old_bytes_behind() -> None:
     """Columns are copies, or views of one of two forms; so are rows of a tensor in two forms."""
     alone, both = made(256, 256, block=SQUARE, forms=ROWWISE), made(256, 256, block=SQUARE)
