@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ..model.adapters import adapters_of, names_without_adapters
+from ..model.adapters import adapters_of, names_without_adapters, without_adapters
 from ..model.matrix import Matrix
 from ..model.names import Weight, with_all_above
 from ..model.weights import is_linear, kind_of, why_unconvertible
@@ -189,14 +189,15 @@ def heads_of(model: nn.Module) -> dict[nn.Module, str]:
     with several entries of one class. Layers that peft has wrapped, and its copies of them, are
     judged in the place of the wrapper.
     """
-    modules = dict(model.named_modules())
     names, adapters = names_without_adapters(model), adapters_of(model)
+    # of several with one name, the first: a copy has the name of its original
+    modules = {names[x]: without_adapters(x) for x in reversed(names)}
     vocabularies: dict[int, str] = {}  # the reason, by the number of entries
-    for name, module in modules.items():
+    for module, name in names.items():
         if isinstance(module, nn.Embedding):
             n = module.num_embeddings
             vocabularies.setdefault(n, f"{HEAD}: {n} outputs, the entries of {name!r}")
-    embedded = {id(x.weight) for x in modules.values() if isinstance(x, nn.Embedding)}
+    embedded = {id(x.weight) for x in names if isinstance(x, nn.Embedding)}
     heads: dict[nn.Module, str] = {}
     sure: set[int] = set()  # sizes of heads that are tied or named
     by_size: dict[int, dict[str, list[nn.Module]]] = defaultdict(lambda: defaultdict(list))
@@ -243,7 +244,7 @@ def _is_repeated(name: str, modules: Mapping[str, nn.Module]) -> bool:
         if isinstance(container, nn.ModuleList) or (in_dict and last.isdigit()):
             return True
         if in_dict or isinstance(container, nn.Sequential):
-            kinds = [type(entry) for entry in container.children()]
+            kinds = [type(without_adapters(entry)) for entry in container.children()]
             if kinds.count(type(modules[above])) > 1:
                 return True
     return False
@@ -252,7 +253,7 @@ def _is_repeated(name: str, modules: Mapping[str, nn.Module]) -> bool:
 def _is_beside_body(name: str, modules: Mapping[str, nn.Module]) -> bool:
     for child in reversed(with_all_above(name)):
         parent = modules[child.rpartition(".")[0]]
-        siblings = [m for m in parent.children() if m is not modules[child]]
+        siblings = [m for m in map(without_adapters, parent.children()) if m is not modules[child]]
         if any(isinstance(m, nn.Embedding) or next(m.children(), None) for m in siblings):
             return True
         if not isinstance(parent, nn.Sequential):

@@ -36,18 +36,29 @@ def names_without_adapters(model: nn.Module) -> dict[nn.Module, str]:
 
     So have the copies of it that peft trains. Names of modules in it are as without a wrapper.
     """
-    wrappers: Any = sys.modules.get("peft.utils.other")
     names: dict[nn.Module, str] = {}
     for name, module in model.named_modules():
         names.setdefault(module, name)
-        wrapped: list[nn.Module] = []
-        if is_adapted_layer(module):
-            wrapped = [x for key, x in module.named_children() if key == "base_layer"]
-        elif wrappers is not None and isinstance(module, wrappers.ModulesToSaveWrapper):
-            wrapped = [module.original_module, *module.modules_to_save.values()]
-        for inner in wrapped:
+        for inner in _wrapped_by(module):
             names.update((x, each) for each, x in inner.named_modules(prefix=names[module]))
     return names
+
+
+def without_adapters(module: nn.Module) -> nn.Module:
+    """Return the module of the model that wrappers of peft hold, or the module itself."""
+    while wrapped := _wrapped_by(module):
+        module = wrapped[0]
+    return module
+
+
+def _wrapped_by(module: nn.Module) -> list[nn.Module]:
+    """Return the module of the model that a wrapper of peft holds, and the copies of it."""
+    wrappers: Any = sys.modules.get("peft.utils.other")
+    if is_adapted_layer(module):
+        return [x for name, x in module.named_children() if name == "base_layer"]
+    if wrappers is not None and isinstance(module, wrappers.ModulesToSaveWrapper):
+        return [module.original_module, *module.modules_to_save.values()]
+    return []
 
 
 def trained_by_peft(model: nn.Module) -> set[nn.Module]:

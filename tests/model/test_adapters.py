@@ -16,7 +16,8 @@ from peft.tuners.tuners_utils import BaseTuner
 
 from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, convert, freeze
 from blocktensor import to_blockwise_fp8_weights as apply
-from blocktensor.model.adapters import adapters_of
+from blocktensor.conversion.plan import heads_of
+from blocktensor.model.adapters import adapters_of, names_without_adapters
 from tests.support.models import Model, reasons
 
 WHY = "adapter of peft: stays in high precision"
@@ -112,6 +113,39 @@ def test_copies_of_a_tied_head_are_heads(saved: str) -> None:
     heads = {n: p for n, p in model.named_parameters() if n.endswith("weight") and "decoder" in n}
     assert any("modules_to_save" in name for name in heads)
     assert not any(isinstance(p, BlockwiseFP8Weight | BlockwiseFP8Tensor) for p in heads.values())
+
+
+class Nested(nn.Module):
+    """A model whose head has layers in containers, one of them of the head's size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(512, 256)
+        self.body = nn.ModuleList(nn.Linear(256, 256) for _ in range(2))
+        self.head = nn.Module()
+        self.head.steps = nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 512))
+        self.after = nn.Sequential(nn.Linear(512, 256), nn.GELU(), nn.Linear(256, 256))
+        self.part = nn.Module()
+        self.part.qkv, self.part.output = nn.Linear(256, 768), nn.Linear(256, 384)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"target_modules": ["body.0"], "modules_to_save": ["head"]},
+        {"target_modules": ["body.0"], "modules_to_save": ["head.steps", "after"]},
+        {"target_modules": ["body.0", "head.steps.2", "after.0", "part.qkv"]},
+    ],
+    ids=["a module with containers", "containers", "entries"],
+)
+def test_heads_are_the_same_with_and_without_wrappers(options: Any) -> None:
+    """A wrapper hides the class of a container, and holds children where a layer has none."""
+    plain, model = Nested(), get_peft_model(Nested(), LoraConfig(r=8, **options))
+    heads = {name for name, x in plain.named_modules() if x in heads_of(plain)}
+    names = names_without_adapters(model)
+    prefix = "base_model.model."
+    assert {names[x].removeprefix(prefix) for x in heads_of(model)} == heads == {"head.steps.2"}
+    convert(model, skip_small=False)
 
 
 def test_what_a_tuner_holds_besides_the_model_is_left_alone() -> None:
