@@ -36,6 +36,7 @@ from ..tensor.adapted import LowRank
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.torch_internals.frames import is_in_graph
 from .backward import FP8Function, Gradients, given_out, refuse_gradients, run_backward
+from .low_rank import refuse_export_of_term
 from .matmuls import caster, matmul_of
 from .plan import Plan, autocast_dtype, plan_matmul, recipe_of
 from .repeat import Repeated
@@ -62,6 +63,7 @@ def adapted_linear(
             return None
         if recipe_of(x, w, recipe).backward != "fp8":
             return None
+        refuse_export_of_term(x, term)
         rows = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
         y = _of_rows(rows, w, bias, offs, recipe, term.a, term.b, float(term.scaling))
         return y if x.ndim == 2 else given_out(y, (*x.shape[:-1], y.shape[1]))

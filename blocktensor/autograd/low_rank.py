@@ -27,6 +27,7 @@ from ..tensor.adapted import LowRank
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from .backward import FP8Function, Gradients, given_out, run_backward
 from .matmuls import ends_within, in_vectors, without_autocast
+from .plan import refuse_export
 
 
 def plus_low_rank(y: Tensor, x: Tensor, term: LowRank, offs: Tensor | None) -> Tensor:
@@ -40,7 +41,9 @@ def plus_low_rank(y: Tensor, x: Tensor, term: LowRank, offs: Tensor | None) -> T
 
     Raises:
         TypeError: a compiler traces groups in another dtype than bf16.
+        NotImplementedError: ``torch.export`` of a gradient.
     """
+    refuse_export_of_term(x, term)
     x = x.dequantize() if isinstance(x, BlockwiseFP8Tensor) else x
     if offs is not None and y.dtype != torch.bfloat16 and is_compiling():
         raise TypeError(
@@ -55,6 +58,17 @@ def plus_low_rank(y: Tensor, x: Tensor, term: LowRank, offs: Tensor | None) -> T
     matrix = y if y.ndim == 2 else y.reshape(-1, y.shape[-1])
     made: Tensor = _LowRank.apply(matrix, rows, a, b, term.scaling, offs)
     return made if y.ndim == 2 else given_out(made, y.shape)
+
+
+def refuse_export_of_term(x: Tensor, term: LowRank) -> None:
+    """Refuse gradients of a term and its input in ``torch.export``: see :func:`refuse_export`."""
+    refuse_export(
+        "an FP8 linear layer with an adapter, of which a gradient is recorded",
+        "Export under torch.no_grad()",
+        x,
+        term.a,
+        term.b,
+    )
 
 
 def _thin(w: Tensor, dtype: torch.dtype) -> Tensor:

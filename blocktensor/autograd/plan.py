@@ -318,19 +318,27 @@ def _checked_output_dtype(
 
 
 def _refuse_export(w: Tensor) -> None:
-    """Refuse a weight in ``torch.export``: the exported program would give it no gradient.
+    refuse_export(
+        f"an FP8 linear layer whose weight {list(w.shape)} is trained",
+        "Call blocktensor.freeze(model) before, or export under torch.no_grad() a program that "
+        "casts the weights of every call and is not trained. ONNX has no such casts: for it, load "
+        "model.state_dict() into a model that is not converted, and export that",
+        w,
+    )
+
+
+def refuse_export(what: str, remedy: str, *operands: Tensor) -> None:
+    """Refuse operands in ``torch.export``: the exported program would give them no gradient.
 
     Raises:
-        NotImplementedError: the weight requires a gradient, and gradients are recorded.
+        NotImplementedError: one of them requires a gradient, and gradients are recorded.
     """
     # the flag itself: in torch 2.11 is_exporting() is True in all compiled code
-    if torch.compiler._is_exporting_flag and torch.is_grad_enabled() and w.requires_grad:
+    if not (torch.compiler._is_exporting_flag and torch.is_grad_enabled()):
+        return
+    if any(x.requires_grad for x in operands):
         raise NotImplementedError(
-            f"torch.export of an FP8 linear layer whose weight {list(w.shape)} is trained: the "
-            f"program would have no gradient of it. Call blocktensor.freeze(model) before, or "
-            f"export under torch.no_grad() a program that casts the weights of every call and is "
-            f"not trained. ONNX has no such casts: for it, load model.state_dict() into a model "
-            f"that is not converted, and export that"
+            f"torch.export of {what}: the program would have no gradient of it. {remedy}"
         )
 
 

@@ -13,6 +13,7 @@ from ..ops.cast.ops import quantize_forms
 from ..ops.runtime.specialize import must_dispatch
 from ..recipe import DEFAULT_RECIPE, Recipe, check_recipe
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
+from .plan import refuse_export
 
 
 def quantize(x: Tensor, recipe: Recipe | None = None) -> BlockwiseFP8Tensor:
@@ -28,7 +29,7 @@ def quantize(x: Tensor, recipe: Recipe | None = None) -> BlockwiseFP8Tensor:
 
     Raises:
         TypeError, ValueError: another type or dtype, or a scalar.
-        NotImplementedError: a sparse tensor or a DTensor.
+        NotImplementedError: a sparse tensor or a DTensor; ``torch.export`` of a gradient.
 
     Examples:
         >>> x = torch.randn(8, 256, dtype=torch.bfloat16)
@@ -42,6 +43,7 @@ def quantize(x: Tensor, recipe: Recipe | None = None) -> BlockwiseFP8Tensor:
         return x
     checks.tensor(x, "x")
     checks.has_memory(x, "the tensor to quantize")
+    refuse_export("quantize(x) of an x with a gradient", "Export under torch.no_grad()", x)
     return _Quantize.apply(x, recipe or DEFAULT_RECIPE)
 
 

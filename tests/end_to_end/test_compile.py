@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -207,6 +208,28 @@ def test_export_of_a_trained_model() -> None:
         program = torch.export.export(model, (x,)).module()
         assert torch.equal(program(x), model(x))
         program.get_parameter("0.weight").mul_(-2)
+        assert torch.equal(program(x), model(x))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export_of_a_cast_with_a_gradient(strict: bool) -> None:
+    """A strict program would run it without gradients: those of layers before would be lost."""
+
+    class Cast(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.before, self.fp8 = nn.Linear(K, K), nn.Linear(K, 320)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(quantize(self.before(x)), self.fp8.weight)
+
+    model, x = Cast().bfloat16(), randn(6, K)
+    convert(model, skip_small=False, skip=["before"])
+    freeze(model)
+    with pytest.raises(Exception, match=r"quantize\(x\) of an x with a gradient: .*no_grad"):
+        torch.export.export(model, (x,), strict=strict)
+    with torch.no_grad():
+        program = torch.export.export(model, (x,), strict=strict).module()
         assert torch.equal(program(x), model(x))
 
 

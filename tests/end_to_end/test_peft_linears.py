@@ -396,6 +396,20 @@ def test_a_compiled_model_has_one_graph_and_the_same_bits(kind: str) -> None:
         assert graphs() == 1
 
 
+@instantiates
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("rank", [RANK, 80])
+def test_an_exported_program_drops_no_gradient(rank: int, strict: bool) -> None:
+    """A strict program would run the layers without gradients, those of A and B too."""
+    model, x = adapted(base(), r=rank), randn(6, K, seed=3)
+    with pytest.raises(Exception, match=r"with an adapter, of which a gradient .*no_grad"):
+        torch.export.export(model, (x,), strict=strict)
+    with torch.no_grad():
+        program = torch.export.export(model, (x,), strict=strict).module()
+        assert_same(program(x), model(x))
+
+
 def test_unfreezing_moves_no_more_than_the_rounding() -> None:
     model, x = adapted(base()), randn(6, K, seed=3)
     frozen = results(model, x)[0]
