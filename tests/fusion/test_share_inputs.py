@@ -254,6 +254,18 @@ def test_the_hooks_compile_to_nothing(fullgraph: bool) -> None:
     assert report.casts == 0 and this_thread.running is None
 
 
+def test_linear_layers_that_are_compiled_one_by_one() -> None:
+    """Dynamo skips the forward of an ``nn.Linear`` as in plain PyTorch, so they share."""
+    model = converted(Qkv())
+    wanted = results(model, X)
+    report = share_inputs(model)
+    for linear in (model.q, model.k, model.v, model.o):
+        linear.compile(backend="aot_eager")
+    for _ in range(2):
+        assert_bits(results(model, X), wanted)
+    assert (report.casts, report.saved) == (4, 4)
+
+
 def test_a_backward_hook_of_a_linear_sees_its_own_gradient() -> None:
     seen: list[Tensor] = []
     for share in (False, True):
