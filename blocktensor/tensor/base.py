@@ -115,6 +115,13 @@ class FP8Base(Tensor):
             f".rowwise_scale, or call .dequantize()"
         )
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Copy a parameter without its gradient, as ``nn.Parameter`` does; ``Tensor`` copies it."""
+        made = super().__deepcopy__(memo)
+        if getattr(self, "_is_param", False):
+            made.grad = None
+        return made
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Reduce as other tensors do, except that the device is the device of the loaded parts.
 

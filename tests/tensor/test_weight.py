@@ -198,6 +198,19 @@ def test_a_transposed_weight_stays_transposed(kind: Any) -> None:
     assert_bits(step(lambda x: x @ weight, x, of=[weight]), wanted)
 
 
+def test_a_copy_of_a_parameter_has_no_gradient() -> None:
+    """As a copy of a plain parameter: the gradients of its first backward are that backward's."""
+    for module in pair(N, K):
+        tied = nn.ModuleList([module, nn.Linear(K, N, bias=False)])
+        tied[1].weight = module.weight
+        module(X).sum().backward()
+        copied = copy.deepcopy(tied)
+        assert module.weight.grad is not None and copied[0].weight.grad is None
+        assert copied[0].weight is copied[1].weight is not module.weight
+        copied[0](X).sum().backward()
+        assert torch.equal(copied[0].weight.grad, module.weight.grad)
+
+
 def test_repr() -> None:
     shown = linear(N, K).weight, linear(N, K, recipe=POWER_OF_TWO).weight.detach().t()
     assert_expected_inline(
