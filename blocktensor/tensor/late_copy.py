@@ -1,7 +1,8 @@
 """Delay the copy of ``weight.to(dtype)``: matmuls read the weight's FP8 form, other ops the copy.
 
 Training code with fp32 masters calls ``F.linear(x, w.bfloat16())``. A 16-bit copy would be written
-and read in vain, and its cast to FP8 would round a second time.
+and read in vain, and its cast to FP8 would round a second time. Copies outside of layers that no
+graph records are made at once: they may be kept as snapshots.
 """
 
 from __future__ import annotations
@@ -13,10 +14,26 @@ import torch
 from torch import Tensor
 
 from ..ops.runtime.specialize import PLAIN
+from .torch_internals.callers import layer_runs
 from .weight_cache import FP8Cache
 
 Cut = Callable[[Tensor], Tensor]
 """A function that takes a view of a master."""
+
+
+def is_read_at_once(weight: Tensor, inner: Tensor) -> bool:
+    """Return True if a copy in another dtype may share the FP8 form of ``weight``.
+
+    Matmuls of a layer, of a recorded graph or of a traced one read the copy before the weight
+    changes. Any other copy may be kept, as a snapshot, and must not see writes to the weight, of
+    which PyTorch counts only some.
+
+    Args:
+        weight: the weight to copy.
+        inner: a tensor that holds its values.
+    """
+    is_recorded = torch.is_grad_enabled() and weight.requires_grad
+    return is_recorded or type(inner) not in PLAIN or layer_runs()
 
 
 class LateCopy:

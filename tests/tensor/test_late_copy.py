@@ -80,9 +80,10 @@ def test_evaluation_has_the_bits_of_training(mode: Callable[[], Any]) -> None:
     trained = F.linear(X, w.bfloat16())
     with mode():
         for each in (w, fp32_weight()):  # in inference mode no write is counted
-            by_matmul = in_a_layer(torch.matmul)(X, each.bfloat16().t())
-            for y in (F.linear(X, each.bfloat16()), by_matmul):
-                assert torch.equal(y, trained)
+            for product in (lambda w: F.linear(X, w.bfloat16()), lambda w: X @ w.bfloat16().t()):
+                assert torch.equal(in_a_layer(product)(each), trained)
+            apart = F.linear(X, each.bfloat16())  # of a copy, which may be kept
+            assert torch.equal(apart, from_copy(plain(each), X))
 
 
 def test_a_wider_copy_has_the_same_bytes() -> None:
@@ -164,6 +165,34 @@ def test_a_copy_keeps_the_values_of_its_moment(write: str, grads: bool) -> None:
     assert torch.equal(product, functional.linear(X, values)) or write == "new data"
 
 
+UNCOUNTED: dict[str, Callable[[Any], Any]] = {
+    "a row": lambda w: w.data[3].add_(1),
+    "rows": lambda w: w.data.chunk(2)[0].add_(1),
+    "flat": lambda w: w.data.view(-1).add_(1),
+    "foreach": lambda w: torch._foreach_add_([w.data.view(-1)], 1.0),
+    "a diagonal": lambda w: w.data.diagonal().add_(1),
+    "numpy": lambda w: w.detach().numpy().__iadd__(1),
+    "the master": lambda w: w.high_precision().detach().add_(1),
+}
+"""Writes, of which torch counts few as writes to the weight: below autograd views have counters."""
+
+
+@pytest.mark.parametrize("write", UNCOUNTED)
+@pytest.mark.parametrize("detached", [False, True])
+def test_a_snapshot_keeps_its_values_after_any_write(write: str, detached: bool) -> None:
+    """A copy that no graph records: the weights of an old policy, of an average."""
+    w, values = fp32_weight(), plain(fp32_weight()).bfloat16()
+    if detached:
+        copied = w.detach().bfloat16()
+    else:
+        with torch.no_grad():
+            copied = w.bfloat16()
+    UNCOUNTED[write](w)
+    assert not torch.equal(plain(w).bfloat16(), values)
+    assert torch.equal(F.linear(X, copied), functional.linear(X, values))
+    assert torch.equal(copied, values)
+
+
 def test_values_that_changed_unseen_before_they_were_read_raise() -> None:
     module = linear(N, K, dtype=torch.float32)
     late = module.weight.bfloat16()
@@ -196,7 +225,7 @@ def test_new_data_of_a_copy_are_its_own() -> None:
         late.data = new
         for view in (late, late.t().t(), late[:]):
             assert torch.equal(F.linear(X, view), functional.linear(X, new))
-        assert torch.equal(F.linear(X, w.bfloat16()), from_fp32(w, X))
+    assert torch.equal(F.linear(X, w.bfloat16()), from_fp32(w, X))
 
 
 def test_copies_of_a_copy_have_values_of_their_own() -> None:
@@ -303,7 +332,8 @@ def test_any_order_of_copies_writes_reads_and_products(seed: int) -> None:
             else:
                 allowed = [from_copy(values, X), from_fp32(exact, X)]
                 assert any(torch.equal(F.linear(X, late), one) for one in allowed)
-                assert torch.equal(F.linear(X, w.bfloat16()), from_fp32(w, X))
+                now = in_a_layer(lambda: F.linear(X, w.bfloat16()))()
+                assert torch.equal(now, from_fp32(w, X))
 
 
 @instantiates
@@ -333,11 +363,12 @@ def test_a_copy_that_a_graph_returns_is_what_products_cast(how: str) -> None:
     assert torch.equal(w.grad, values.grad)
 
 
-def test_a_frozen_weight_shares_its_bytes() -> None:
+def test_a_frozen_weight_shares_its_bytes_in_a_layer() -> None:
     frozen = BlockwiseFP8Tensor.from_values(randn(3, N, K, dtype=torch.float32), SQUARE)
     frozen.generation = Generation()  # as of a weight that FSDP2 has gathered
-    assert frozen.bfloat16().generation is frozen.generation
-    narrow = frozen.bfloat16().transpose(-2, -1)
+    narrow = in_a_layer(lambda: frozen.bfloat16())()
+    assert narrow.generation is frozen.generation
+    narrow = narrow.transpose(-2, -1)
     assert (narrow.dtype, narrow.shape) == (torch.bfloat16, (3, K, N))
     assert narrow.columnwise_data.data_ptr() == frozen.rowwise_data.data_ptr()
     assert torch.equal(narrow.dequantize(torch.float32), frozen.dequantize().mT)

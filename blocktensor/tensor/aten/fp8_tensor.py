@@ -17,6 +17,7 @@ from ...ops.scale_layouts import copy_data_, empty_quantized, laid_out
 from ..base import count_write, counting_together, implements, only_dtype, view_of_its_kind
 from ..compat.sent_frozen import Bucket
 from ..fp8_tensor import ATEN_OPS, BlockwiseFP8Tensor
+from ..late_copy import is_read_at_once
 from ..operand import Operand
 from ..refusals import refuse, refuse_bytes
 from ..torch_internals.callers import converts_a_model
@@ -145,7 +146,8 @@ def _as_strided(
 
 def _fresh(x: BlockwiseFP8Tensor, device: Any, dtype: Any) -> BlockwiseFP8Tensor:
     """Return uninitialised storage for the forms of ``x``, scales included."""
-    checks.gemm_output(dtype or x.dtype)
+    if dtype is not None:
+        checks.gemm_output(dtype)
     place = x.device if device is None else device
     forms = (form and empty_quantized(form.data.shape, form.format, place) for form in x.operand)
     source = None if x.source is None else torch.empty_like(x.source, device=device)
@@ -188,7 +190,8 @@ def _to_copy(
     other = only_dtype(x, {"dtype": dtype, "device": device, **others})
     is_known = other in checks.HIGH_PRECISION
     if x.format.transposes and (is_known or (other is not None and converts_a_model())):
-        return x.relabel(dtype=dtype)  # a weight in a forward: the same bytes, never written to
+        is_read = is_read_at_once(x, _forms(x)[0].data)
+        return (x if is_read else _copied(x)).relabel(dtype=dtype)
     return _copied(x, device, dtype, non_blocking)
 
 
@@ -234,14 +237,19 @@ def _copy_(func: Any, x: Tensor, source: Tensor, non_blocking: bool = False) -> 
             f"rowwise form is held), so some would keep old values; copy into the whole tensor"
         )
     _fill(x, source, non_blocking)
-    count_write(*(part for form in x.operand if form is not None for part in form[:2]))
+    count_write(*(part for form in _forms(x) for part in form[:2]))
     x.source = source.source
     x.source_version = source.source_version
     return x
 
 
 def _storages(x: BlockwiseFP8Tensor) -> set[int]:
-    return {form.data.untyped_storage()._cdata for form in x.operand if form is not None}
+    return {form.data.untyped_storage()._cdata for form in _forms(x)}
+
+
+def _forms(x: BlockwiseFP8Tensor) -> list[Quantized]:
+    """Return the forms that a tensor holds."""
+    return [form for form in x.operand if form is not None]
 
 
 def _copy_form(target: Quantized, source: Quantized, non_blocking: bool) -> None:

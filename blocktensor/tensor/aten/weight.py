@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 from ...ops import checks
 from ...ops.runtime.specialize import PLAIN
 from ..base import FP8Base, implements, on_master, only_dtype, view_of_its_kind
-from ..late_copy import LateCopy
+from ..late_copy import LateCopy, is_read_at_once
 from ..refusals import refuse_bytes, refuse_to_pick
 from ..torch_internals.aot_autograd import share_storage
 from ..torch_internals.callers import converts_a_model
@@ -233,8 +233,9 @@ def _refuse_new_layout(func: Any, w: BlockwiseFP8Weight, *args: Any, **kwargs: A
 @implements(WEIGHT_OPS, aten._to_copy.default)
 def _to_copy(func: Any, w: BlockwiseFP8Weight, **kwargs: Any) -> Tensor:
     dtype = only_dtype(w, kwargs)
-    is_late = isinstance(w._late, LateCopy)
-    if is_late or dtype not in checks.HIGH_PRECISION or not _is_dense(w.cache.master):
+    if dtype not in checks.HIGH_PRECISION or isinstance(w._late, LateCopy):
+        return _copy(func, w, **kwargs)
+    if not (_is_dense(w.cache.master) and is_read_at_once(w, w.cache.master)):
         return _copy(func, w, **kwargs)
     return _late(LateCopy(w.cache, dtype), w.transposed)
 

@@ -21,7 +21,9 @@ from tests.support.models import (
     SQUARE,
     assert_same,
     complaint,
+    in_a_layer,
     inner,
+    linear,
     pointers,
     quantized,
     randn,
@@ -265,11 +267,32 @@ def test_to_another_dtype_changes_the_label_only(block: Any, device: torch.devic
         assert y.dtype == dtype
         assert torch.equal(y.dequantize(), x.dequantize(dtype))
         assert_same(y.to(x.dtype), x)
-        # a copy of activations is their own; a weight's shares the bytes, as no forward writes it
-        shares = y.rowwise_data.data_ptr() == x.rowwise_data.data_ptr()
+        assert y.rowwise_data.data_ptr() != x.rowwise_data.data_ptr()
+        # a weight's copy in a layer shares the bytes, as no forward writes it
+        read = in_a_layer(lambda dtype=dtype: x.to(dtype))()
+        shares = read.rowwise_data.data_ptr() == x.rowwise_data.data_ptr()
         assert shares == (block == SQUARE)
     for bad in (torch.float64, torch.int32, torch.float8_e4m3fn):
         assert "expected torch.bfloat16" in complaint(TypeError, lambda d=bad: x.to(d))
+
+
+IN_ANOTHER_DTYPE: dict[str, Callable[[nn.Module], Tensor]] = {
+    "a state in another dtype": lambda m: m.state_dict()["weight"].half(),
+    "the state before a conversion": lambda m: (m.state_dict(), m.half())[0]["weight"],
+}
+
+
+@pytest.mark.parametrize("way", IN_ANOTHER_DTYPE)
+def test_a_write_to_a_weight_leaves_its_copy_in_another_dtype(way: str) -> None:
+    """And a write to the copy leaves the weight, as with plain tensors."""
+    module = linear(200, 300, frozen=True)
+    kept = IN_ANOTHER_DTYPE[way](module)
+    first, second = kept.dequantize(), randn(200, 300, seed=7)
+    module.load_state_dict({"weight": BlockwiseFP8Tensor.from_values(second, SQUARE)})
+    loaded = module.weight.dequantize()
+    assert torch.equal(kept.dequantize(), first)
+    kept.copy_(BlockwiseFP8Tensor.from_values(torch.zeros(200, 300), SQUARE))
+    assert torch.equal(module.weight.dequantize(), loaded)
 
 
 @every_block
