@@ -251,9 +251,9 @@ def rms_norm(
 
     "torch" is ``torch.nn.functional.rms_norm(x, x.shape[-1:], weight, eps)``, and runs torch's
     kernel. torch has none for "llama" and "gemma", the norms of transformers. Written out, their
-    forward runs eight kernels and saves x in fp32 and the normalized x. Here it runs five, with the
-    same bits, and saves x and a number for each row. Compilers get the ops as written out, and fuse
-    them.
+    forward runs eight kernels and saves x in fp32 and the normalized x. Here each direction runs
+    one kernel, with the same bits; x and a number for each row are saved. Compilers get the ops as
+    written out, and fuse them.
 
     Several linear layers that read the result can share one cast of it:
     ``y = quantize(rms_norm(x, weight))`` is cast once for all of them, and saved for their
