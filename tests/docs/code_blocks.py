@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import re
 from dataclasses import dataclass
@@ -51,10 +53,27 @@ def pages(root: Path = ROOT) -> dict[str, list[Block]]:
     return found
 
 
+def output_below(block: Block, others: list[Block]) -> str | None:
+    """The text of the block without a language that follows with nothing between but an empty line.
+
+    Such a block shows what the block above it prints, up to its own last line.
+    """
+    first = block.line + block.code.count("\n") + 3
+    texts = [each.code for each in others if not each.language and each.line == first]
+    return texts[0] if texts else None
+
+
 def run_blocks(blocks: list[Block], page: str) -> dict[str, object]:
-    """Run the Python blocks of a page as one program. Tracebacks name the page's lines."""
+    """Run the Python blocks of a page as one program. Tracebacks name the page's lines.
+
+    What a block prints must hold the output that the page shows below it.
+    """
     namespace: dict[str, object] = {"__name__": "__main__"}
     for block in blocks:
         if block.language == "python" and block.not_run is None:
-            exec(compile("\n" * (block.line - 1) + block.code, page, "exec"), namespace)
+            printed = io.StringIO()
+            with contextlib.redirect_stdout(printed):
+                exec(compile("\n" * (block.line - 1) + block.code, page, "exec"), namespace)
+            shown = output_below(block, blocks)
+            assert shown is None or shown in printed.getvalue(), (page, block.line)
     return namespace

@@ -118,4 +118,13 @@ def test_blocks_are_read_and_share_a_namespace() -> None:
         ("python", "assert x == 1\ny = x + 1\n", 15, None),
         ("", "y\n", 20, None),
     ]
-    assert run_blocks(blocks, "page.md")["y"] == 2
+    with pytest.raises(AssertionError):  # y is not what the block above prints
+        run_blocks(blocks, "page.md")
+    assert run_blocks(blocks[:-1], "page.md")["y"] == 2
+
+
+def test_an_output_below_a_block_is_compared() -> None:
+    page = "```python\nprint(1)\nprint({})\n```\n\n```\n2\n```\n"
+    run_blocks(blocks_of(page.format(2)), "page.md")
+    with pytest.raises(AssertionError, match=r"page\.md"):
+        run_blocks(blocks_of(page.format(3)), "page.md")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import timedelta
 from itertools import pairwise
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from tests.docs.code_blocks import pages
+from tests.docs.test_lists import named_on
 from tests.support import titan_cpu
 from tests.support.compiling import compiled_graphs, fresh, instantiates, ops_in
 from tests.support.models import Trace
@@ -20,13 +21,18 @@ from tests.support.models import Trace
 titan_cpu.skip_without_torchtitan()
 titan_cpu.patch_torchtitan()
 
+from torchtitan.components.quantization import QuantizationConverter
 from torchtitan.config import ConfigManager
 from torchtitan.config.override import OverrideConfig, apply_overrides
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.models.llama3.config_registry import llama3_debugmodel
 
 from blocktensor import BlockwiseFP8Weight, convert
-from blocktensor.integrations.torchtitan import BlockwiseFP8SelectiveAC, with_blockwise_fp8
+from blocktensor.integrations.torchtitan import (
+    BlockwiseFP8Converter,
+    BlockwiseFP8SelectiveAC,
+    with_blockwise_fp8,
+)
 from blocktensor.patches import SET_TIMEOUT
 
 HERE = "blocktensor.integrations.torchtitan"
@@ -149,6 +155,14 @@ def test_the_guide() -> None:
     exec(block.code, names)
     options = names["my_run"]().model_spec.model.to_dict()["blockwise_fp8"]
     assert options["filter_fqns"] == ["layers.0."]
+
+
+def test_the_guide_names_all_options() -> None:
+    ours, theirs = (
+        {each.name for each in fields(kind)}
+        for kind in (BlockwiseFP8Converter.Config, QuantizationConverter.Config)
+    )
+    assert ours - theirs - named_on("guides/torchtitan.md") == set()
 
 
 @pytest.mark.usefixtures("group")

@@ -1,0 +1,42 @@
+"""Lists on pages name all that the code has: registered ops, formats, variables, options."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from blocktensor.__main__ import VARIABLES
+from blocktensor.ops.formats import CAST_FORMATS, KERNEL_FORMATS
+from blocktensor.ops.op import OPS
+from tests.docs.code_blocks import ROOT
+from tests.docs.test_names_in_pages import spans
+
+
+def named_on(page: str) -> set[str]:
+    """The names in backticks of a page, without arguments and values."""
+    text = (ROOT / "docs" / page).read_text("utf-8")
+    return {span.partition("=")[0] for span in spans(text)}
+
+
+def test_the_architecture_names_all_registered_ops() -> None:
+    ops = {name for name in OPS if not name.startswith("tried_")}
+    assert ops - named_on("design/architecture.md") == set()
+
+
+def test_the_architecture_names_all_formats() -> None:
+    formats = {each.name for each in (*KERNEL_FORMATS, *CAST_FORMATS)}
+    assert formats - named_on("design/architecture.md") == set()
+
+
+def test_the_architecture_names_all_variables() -> None:
+    variables = {name for name in VARIABLES if name.startswith("BLOCKTENSOR_")}
+    assert variables - named_on("design/architecture.md") == set()
+
+
+def test_the_guide_to_transformers_names_all_options() -> None:
+    pytest.importorskip("transformers")
+    from blocktensor.integrations.transformers import BlockwiseFP8Config
+
+    options = {each.name for each in dataclasses.fields(BlockwiseFP8Config)}
+    assert options - {"quant_method"} - named_on("guides/transformers.md") == set()
