@@ -27,6 +27,9 @@ def quantize(x: Tensor, recipe: Recipe | None = None) -> BlockwiseFP8Tensor:
         recipe: the recipe of the weights that it will be multiplied by. ``scale`` must agree and,
             if they are trained, ``wgrad_input``. Default ``Recipe()``.
 
+    Returns:
+        An FP8 tensor of the shape and dtype of x, which linear layers take in the place of x.
+
     Raises:
         TypeError, ValueError: another type or dtype, or a scalar.
         NotImplementedError: a sparse tensor or a DTensor; ``torch.export`` of a gradient.

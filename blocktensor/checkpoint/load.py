@@ -181,6 +181,9 @@ def load_fp8(
             stderr is a terminal and the call takes two seconds. ``BLOCKTENSOR_PROGRESS=0`` or ``1``
             sets the default.
 
+    Returns:
+        The report: which tensors were loaded, and as what; ``print`` it.
+
     Raises:
         ImportError: safetensors is not installed.
         CheckpointError: a file that is missing, truncated or malformed; a tensor whose shape or

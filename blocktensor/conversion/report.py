@@ -33,6 +33,10 @@ class MinSizes:
     tokens an expert on, and its eager steps from 65,536 tokens in all on. A conversion does not
     know the number of tokens.
 
+    Attributes:
+        n, k, size: of a linear layer: outputs, inputs, and the elements of its weight.
+        expert_n, expert_k, expert_size: the same of one expert of a stack.
+
     Examples:
         >>> model = nn.Sequential(nn.Linear(256, 512), nn.Linear(512, 64), nn.ReLU())
         >>> sizes = blocktensor.MinSizes(n=128, k=128, size=128 * 128)

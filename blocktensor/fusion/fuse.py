@@ -162,8 +162,11 @@ def fuse(
 def unfuse(model: nn.Module) -> list[str]:
     """Undo :func:`fuse`: every module of ``model`` runs as it was written.
 
+    Args:
+        model: any module, or one fused module of a model.
+
     Returns:
-        The names of the modules that were fused.
+        The names of the modules that were fused; none if none was.
 
     Examples:
         >>> from transformers import LlamaConfig

@@ -123,8 +123,11 @@ def not_converted(model: nn.Module, use: str) -> ValueError:
 def unshare_inputs(model: nn.Module) -> list[str]:
     """Undo :func:`share_inputs`: every linear layer casts its own input again.
 
+    Args:
+        model: any module.
+
     Returns:
-        The names of the modules whose linear layers shared inputs.
+        The names of the modules whose linear layers shared inputs; none if none did.
 
     Examples:
         >>> from transformers import LlamaConfig

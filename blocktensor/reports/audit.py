@@ -65,6 +65,9 @@ def audit(model: nn.Module, /, *args: Any, **kwargs: Any) -> AuditReport:
     Returns:
         The report; ``print(report)`` shows it as a table.
 
+    Raises:
+        TypeError: ``model`` is no module. Errors of the model itself are raised as they are.
+
     Examples:
         >>> model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256)).bfloat16()
         >>> _ = blocktensor.convert(model, skip_small=False)
@@ -91,6 +94,12 @@ def audit_step(model: nn.Module, step: Callable[[], object]) -> AuditReport:
         model: the module whose matmuls are reported, and that is left as before.
         step: a function that is called once. It may run any forward and backward, but no optimizer:
             writes to parameters are not undone.
+
+    Returns:
+        The report, as :func:`audit` returns it.
+
+    Raises:
+        TypeError: ``model`` is no module. Errors of ``step`` are raised as they are.
 
     Examples:
         >>> model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256)).bfloat16()

@@ -124,6 +124,9 @@ def explain(
             a model: explain as on this card.
         recipe: for shapes, default ``Recipe()``; a model's weights have theirs.
 
+    Returns:
+        The report, with a row for each matmul; ``print`` it.
+
     Raises:
         TypeError: ``tokens`` is no integer, ``recipe`` no recipe.
         ValueError: negative ``tokens``, a shape that is not three sizes, an unknown device, or a

@@ -211,6 +211,13 @@ def monitor(model: nn.Module, every: int = 100) -> Monitor:
     module ran, except in its submodules. A measured step computes the same bits; it takes longer,
     and compiled regions and fused modules run op by op in it. Each rank measures its own parts.
 
+    Args:
+        model: any module. Its FP8 layers are measured.
+        every: measure the first of as many steps.
+
+    Returns:
+        The monitor, a context for each step. ``print`` shows the latest measured step.
+
     Raises:
         TypeError: ``model`` is no module.
         ValueError: ``every`` is less than 1.

@@ -90,9 +90,11 @@ class BlockwiseFP8Tensor(FP8Base):
     Matmuls read it in FP8; ops that cannot run in FP8 raise and point to ``.dequantize()``.
 
     Attributes:
-        rowwise_data, rowwise_scale: ``[M, K]`` e4m3 and fp32 scales, or None.
-        columnwise_data, columnwise_scale: ``[K, M]`` e4m3 and fp32 scales, or None. For an
-            activation M is rounded up to a multiple of 16, with zeros (``ops/scale_layouts.py``).
+        rowwise_data, rowwise_scale: e4m3 ``[M, K]`` and fp32 ``[M, K/128]``, of 128x128 blocks
+            ``[M/128, K/128]`` (rounded up), or None.
+        columnwise_data, columnwise_scale: e4m3 ``[K, M]`` and fp32 ``[K, M/128]``, of 128x128
+            blocks ``[K/128, M/128]`` (rounded up), or None. In the data of an activation M is
+            rounded up to a multiple of 64, with zeros (``ops/scale_layouts.py``).
         rowwise_format, columnwise_format: the formats of both forms, held or not. They differ for
             activations that are cast with ``Recipe(wgrad_input="128x128")``.
         source: the tensor from which an activation was cast, if its recipe computes wgrad from it.
@@ -113,6 +115,9 @@ class BlockwiseFP8Tensor(FP8Base):
         (torch.float8_e4m3fn, tensor([[1.]]))
         >>> y.dequantize()
         tensor([[4.4800e+02, 2.0000e+00, 1.0156e-01]])
+        >>> y = blocktensor.quantize(torch.randn(200, 384))  # columnwise in 128x128 blocks
+        >>> y.columnwise_data.shape, y.columnwise_scale.shape
+        (torch.Size([384, 256]), torch.Size([3, 2]))
     """
 
     rowwise_data: Tensor | None

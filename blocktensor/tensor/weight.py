@@ -134,7 +134,8 @@ class BlockwiseFP8Weight(MasterBase):
 
     @functools.cached_property
     def master(self) -> Tensor:  # type: ignore[override]
-        """The master of a late copy; other weights store it as an attribute."""
+        """The high-precision values, ``[N, K]`` or ``[E, N, K]``, as a plain tensor."""
+        # of a late copy: other weights store the master as an attribute
         cache = self._late.own() if isinstance(self._late, LateCopy) else self.cache
         return self._oriented(cache.master) if self._traced is None else self._traced
 
@@ -191,7 +192,11 @@ class BlockwiseFP8Weight(MasterBase):
         return operand.transposed() if self.transposed else operand
 
     def rowwise(self) -> Quantized:
-        """Cast the current weight and return the rowwise FP8 form."""
+        """Cast the current weight and return the rowwise FP8 form.
+
+        Its data is e4m3 ``[N, K]``, its scale fp32 ``[N/128, K/128]`` (rounded up); a stack has a
+        dimension E before them.
+        """
         operand = self.cache.cast()
         form = operand.need_columnwise() if self.transposed else operand.rowwise
         assert form is not None  # the cast has this form
@@ -205,6 +210,11 @@ class BlockwiseFP8Weight(MasterBase):
 
     def columnwise(self, cast: ForwardCast | None = None) -> Quantized:
         """Return the columnwise FP8 form of a forward's cast, or of the current weight.
+
+        Its data is e4m3 ``[K, N]``, its scale fp32 ``[K/128, N/128]`` (rounded up).
+
+        Args:
+            cast: of a forward; default: the current weight is cast.
 
         Raises:
             RuntimeError: the weight was written to since its forward.

@@ -108,6 +108,9 @@ def plan(
         skip_small: as in ``convert``.
         recipe: numeric choices; default ``Recipe()``.
 
+    Returns:
+        The report, in bytes and microseconds; ``print`` it.
+
     Raises:
         ImportError: a name or a config without transformers.
         NotImplementedError: only some parameters of the module train.
