@@ -49,6 +49,14 @@ def test_dead_links_are_found(tmp_path: Path) -> None:
     assert dead_links(page) == ["#d", "other.md", "page.md#no"]
 
 
+def test_the_index_leads_to_every_page() -> None:
+    docs = ROOT / "docs"
+    linked = {target for target, _ in LINK.findall((docs / "index.md").read_text("utf-8"))}
+    linked |= {f"results/{path.name}" for path in (docs / "results").iterdir()}  # from results.md
+    pages = {str(path.relative_to(docs)) for path in docs.rglob("*.md")} - {"index.md"}
+    assert pages - linked == set()
+
+
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text("utf-8").splitlines()) <= 120
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 
@@ -11,6 +12,7 @@ from blocktensor.ops.formats import CAST_FORMATS, KERNEL_FORMATS
 from blocktensor.ops.op import OPS
 from tests.docs.code_blocks import ROOT
 from tests.docs.test_names_in_pages import spans
+from tests.test_architecture import RANKS
 
 
 def named_on(page: str) -> set[str]:
@@ -32,6 +34,25 @@ def test_the_architecture_names_all_formats() -> None:
 def test_the_architecture_names_all_variables() -> None:
     variables = {name for name in VARIABLES if name.startswith("BLOCKTENSOR_")}
     assert variables - named_on("design/architecture.md") == set()
+
+
+def short(rank: str) -> str:
+    """The name that the page gives a room."""
+    names = {"blocktensor": "__init__", "blocktensor.ops": "the files of ops/ itself"}
+    inside = rank.removeprefix("blocktensor.").removeprefix("ops.").replace(".", "/")
+    return names.get(rank, inside)
+
+
+def test_the_architecture_has_the_ranks_of_imports() -> None:
+    """In order: the package with ``ops`` as one room, then the rooms of ``ops``."""
+    in_ops = [rank for rank in RANKS if rank.startswith("blocktensor.ops")]
+    above = RANKS[: RANKS.index(in_ops[0])]
+    below = RANKS[RANKS.index(in_ops[-1]) + 1 :]
+    wanted = [*map(short, above), "ops", *map(short, below), *map(short, in_ops)]
+    text = (ROOT / "docs/design/architecture.md").read_text("utf-8")
+    lines = re.findall(r"^    (?:> )?(\w.*)$", text, re.MULTILINE)
+    found = [name.removesuffix(".py") for line in lines for name in line.split(" > ")]
+    assert found == wanted
 
 
 def test_the_guide_to_transformers_names_all_options() -> None:
