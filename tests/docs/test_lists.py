@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import re
 
@@ -61,3 +62,29 @@ def test_the_guide_to_transformers_names_all_options() -> None:
 
     options = {each.name for each in dataclasses.fields(BlockwiseFP8Config)}
     assert options - {"quant_method"} - named_on("guides/transformers.md") == set()
+
+
+def messages() -> list[str]:
+    """All texts of the package, with ``{}`` for values."""
+    found = []
+    for path in sorted((ROOT / "blocktensor").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                parts = (x.value if isinstance(x, ast.Constant) else "{}" for x in node.values)
+                found.append("".join(map(str, parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return found
+
+
+def test_the_messages_of_the_faq_exist() -> None:
+    """The beginnings of their parts between dots; a value such as ``torch.bfloat16`` may differ."""
+    page = (ROOT / "docs/faq.md").read_text("utf-8")
+    rows = page.partition("## Errors and warnings")[2].splitlines()
+    quoted = [text for row in rows for text in re.findall(r'"([^"]+)"', row.split(" | ")[0])]
+    assert len(quoted) > 10
+    texts = messages()
+    for text in quoted:
+        parts = [part.strip() for part in re.sub(r"torch\.\w+", "{}", text).split("...")]
+        for part in filter(None, parts):
+            assert any(part[:24] in known for known in texts), text
