@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
 import os
@@ -9,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from urllib.parse import unquote
@@ -23,10 +25,20 @@ pytestmark = pytest.mark.skipif(
     reason="mkdocs is not installed; the extras docs and test have it",
 )
 
+
+def integrations() -> Iterator[str]:
+    """The public names of integrations, which need other libraries to be imported."""
+    for path in sorted((ROOT / "blocktensor/integrations").glob("*/__init__.py")):
+        (names,) = re.findall(r"^__all__ = (\[.*?\])", path.read_text("utf-8"), re.M | re.S)
+        for name in ast.literal_eval(names):
+            yield f"blocktensor.integrations.{path.parent.name}.{name}"
+
+
 PUBLIC = [
     *(f"blocktensor.{name}" for name in blocktensor.__all__ if name != "functional"),
     *(f"blocktensor.functional.{name}" for name in blocktensor.functional.__all__),
     *(f"blocktensor.distributed.{name}" for name in blocktensor.distributed.__all__),
+    *integrations(),
 ]
 
 # What users search for, and the page or section that answers.
