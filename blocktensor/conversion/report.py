@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral
 
 import torch
 
@@ -37,6 +38,9 @@ class MinSizes:
         n, k, size: of a linear layer: outputs, inputs, and the elements of its weight.
         expert_n, expert_k, expert_size: the same of one expert of a stack.
 
+    Raises:
+        TypeError, ValueError: a size that is no integer, or negative.
+
     Examples:
         >>> model = nn.Sequential(nn.Linear(256, 512), nn.Linear(512, 64), nn.ReLU())
         >>> sizes = blocktensor.MinSizes(n=128, k=128, size=128 * 128)
@@ -51,6 +55,13 @@ class MinSizes:
     expert_n: int = 256
     expert_k: int = 256
     expert_size: int = 2048 * 768
+
+    def __post_init__(self) -> None:
+        for name, size in vars(self).items():
+            if not isinstance(size, Integral) or isinstance(size, bool):
+                raise TypeError(f"MinSizes({name}={size!r}): expected an integer, 0 or more")
+            if size < 0:
+                raise ValueError(f"MinSizes({name}={size}): expected 0 or more")
 
     @classmethod
     def portable(cls) -> MinSizes:

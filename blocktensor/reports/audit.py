@@ -99,7 +99,8 @@ def audit_step(model: nn.Module, step: Callable[[], object]) -> AuditReport:
         The report, as :func:`audit` returns it.
 
     Raises:
-        TypeError: ``model`` is no module. Errors of ``step`` are raised as they are.
+        TypeError: ``model`` is no module, or ``step`` no function. Errors of ``step`` itself are
+            raised as they are.
 
     Examples:
         >>> model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256)).bfloat16()
@@ -109,6 +110,11 @@ def audit_step(model: nn.Module, step: Callable[[], object]) -> AuditReport:
         1.0
     """
     check_module(model, "audit_step")
+    if not callable(step):
+        raise TypeError(
+            f"audit_step takes a function that runs a step, such as lambda: loss_of(batch)"
+            f".backward(): got a {type(step).__name__}"
+        )
     tracker, weights = ModuleTracker(model), WeightMemory(model)
     with left_as_it_is(model), tracker, _Matmuls(tracker, weights) as matmuls:
         step()

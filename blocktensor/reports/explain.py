@@ -13,6 +13,7 @@ from torch import nn
 from ..conversion.fast_path import FastPath
 from ..model.matrix import all_fp8_weights
 from ..model.weights import experts_per_token
+from ..ops.checks import HIGH_PRECISION
 from ..ops.devices import CARDS, HOPPER, Card, capability, card
 from ..ops.formats import BlockFormat
 from ..ops.gemm.choose_backend import GemmProblem, choose_gemm, predict_gemm
@@ -128,7 +129,7 @@ def explain(
         The report, with a row for each matmul; ``print`` it.
 
     Raises:
-        TypeError: ``tokens`` is no integer, ``recipe`` no recipe.
+        TypeError: ``tokens`` is no integer, ``recipe`` no recipe, ``dtype`` not bf16, fp16 or fp32.
         ValueError: negative ``tokens``, a shape that is not three sizes, an unknown device, or a
             ``BLOCKTENSOR_GEMM`` that cannot run them.
 
@@ -146,6 +147,9 @@ def explain(
         raise TypeError(f"tokens={tokens!r} is a {type(tokens).__name__}: expected an integer")
     if tokens < 0:
         raise ValueError(f"tokens={tokens}: expected the rows of an input, 0 or more")
+    if dtype not in HIGH_PRECISION:
+        expected = ", ".join(map(str, HIGH_PRECISION))
+        raise TypeError(f"dtype={dtype!r}: expected one of {expected}")
     check_recipe(recipe)
     matmuls: list[Matmul] = []
     times: list[LayerTime] = []

@@ -26,6 +26,12 @@ from tests.support.moe_models import TitanMoE
 __all__ = ["pretend"]
 
 
+@pytest.mark.parametrize("size", ["1024", 1024.0, True, None, -1])
+def test_sizes_are_numbers(size: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match=r"^MinSizes\(k=.*\): expected"):
+        MinSizes(k=size)
+
+
 def test_the_report_of_a_small_model() -> None:
     model = Model()
     model.blocks[0].down.weight.requires_grad_(False)

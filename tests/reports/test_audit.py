@@ -314,3 +314,9 @@ def test_dtensors_multiply_once() -> None:
     report = audit_step(nn.Module(), lambda: x @ w.t())
     assert [(e.m, e.n, e.k) for e in report.entries] == [(6, 37, 32)]
     assert report.notes == ()
+
+
+def test_a_step_is_a_function() -> None:
+    model = converted(Model())
+    with pytest.raises(TypeError, match=r"^audit_step takes a function .*: got a NoneType$"):
+        audit_step(model, model(torch.arange(8)[None]).sum().backward())  # type: ignore[arg-type]

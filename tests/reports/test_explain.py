@@ -247,3 +247,9 @@ def test_unknown_devices() -> None:
     wanted = "device='B200': expected a device of torch, or 'H100' or 'H200'"
     with pytest.raises(ValueError, match=f"^{wanted}$"):
         explain([(128, 128, 128)], device="B200")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", torch.float64, torch.float8_e4m3fn, None])
+def test_a_dtype_of_activations(dtype: Any) -> None:
+    with pytest.raises(TypeError, match=r"^dtype=.*: expected one of torch\.bfloat16"):
+        explain([(64, 256, 256)], dtype=dtype)
