@@ -37,6 +37,15 @@ def test_the_architecture_names_all_variables() -> None:
     assert variables - named_on("design/architecture.md") == set()
 
 
+def test_a_folder_that_lists_its_files_lists_all() -> None:
+    folders = [path.parent for path in sorted((ROOT / "blocktensor").rglob("README.md"))]
+    assert folders
+    for folder in folders:
+        listed = set(spans((folder / "README.md").read_text("utf-8")))
+        files = {path.name for path in folder.glob("*.py")} - {"__init__.py"}
+        assert files - listed == set(), folder
+
+
 def short(rank: str) -> str:
     """The name that the page gives a room."""
     names = {"blocktensor": "__init__", "blocktensor.ops": "the files of ops/ itself"}
