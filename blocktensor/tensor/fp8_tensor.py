@@ -245,8 +245,9 @@ class BlockwiseFP8Tensor(FP8Base):
             rowwise, columnwise: which forms of 1x128 blocks to make (128x128: always rowwise).
 
         Raises:
-            TypeError, ValueError: another dtype, rank or block shape.
+            TypeError, ValueError: no tensor; another dtype, rank or block shape.
         """
+        checks.tensor(x, "x")
         check_recipe(recipe)
         recipe = recipe or DEFAULT_RECIPE
         format = _format(blocks, recipe)

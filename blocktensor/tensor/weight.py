@@ -117,6 +117,7 @@ class BlockwiseFP8Weight(MasterBase):
             raise TypeError(f"the master of a {cls.__name__} must be plain, got {master!r}")
         if cache is None:
             check_recipe(recipe)
+            checks.tensor(master, "the master")
             checks.high_precision(master, "the weight")
             checks.rank(master, (2, 3), "the weight", "FP8 weights are [N, K] or [E, N, K]")
         self = cls._wrapper_of(master, master.dtype)

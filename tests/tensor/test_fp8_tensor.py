@@ -309,3 +309,8 @@ def test_parts_and_wholes(recipe: Recipe) -> None:
         ):
             with pytest.raises(ValueError, match=message):
                 cut()
+
+
+def test_what_is_no_tensor_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"^x is a list: expected a tensor$"):
+        BlockwiseFP8Tensor.from_values([1.0])  # type: ignore[arg-type]

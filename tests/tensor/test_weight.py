@@ -230,3 +230,8 @@ def test_on_a_gpu_a_moved_module_casts_anew(device: torch.device) -> None:
     x = x.to(device)
     assert module.weight.master.device == x.device
     assert torch.equal(module(x), functional.linear(x, plain(module.weight), plain(module.bias)))
+
+
+def test_what_is_no_tensor_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"^the master is a int: expected a tensor$"):
+        BlockwiseFP8Weight(5)  # type: ignore[arg-type]
