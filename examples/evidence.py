@@ -112,7 +112,7 @@ SEEDS = {
 """How many seeds of each variant run at each size.
 
 Experts part more than dense models do: differences of 3 seeds have a standard deviation of 0.14%,
-so that an interval of 0.15% takes 6 seeds. At 1.1B those of 4 seeds have one of 0.05%.
+so that an interval of 0.15% takes 6 seeds. At 1.1B, 4 seeds have one of 0.05%.
 """
 
 
