@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .contents import Entry
@@ -61,7 +62,8 @@ def _box(entry: Entry, box: Box, opened: Callable[[Path], Any]) -> Tensor:
     from safetensors import SafetensorError
 
     try:
-        value: Tensor = opened(entry.file).get_slice(entry.name)[box]
+        with torch.device("cpu"):  # slices would be read onto torch's default device
+            value: Tensor = opened(entry.file).get_slice(entry.name)[box]
     except (SafetensorError, OSError, RuntimeError) as error:  # RuntimeError: it cannot be mapped
         raise CheckpointError(f"{entry} cannot be read ({error})") from None
     return value

@@ -229,8 +229,8 @@ def _scales_other_blocks(shape: Sequence[int]) -> bool:
 @functools.cache
 def _dequantizes(size: int) -> bool | None:
     """Return True if a column of ``size`` elements gets the right scales; None if that raises."""
-    data = torch.ones(size, 1).to(BLOCKS_128X128.dtype)
-    scales = 1.0 + torch.arange(num_blocks(size), dtype=torch.float32)[:, None]
+    data = torch.ones(size, 1, device="cpu").to(BLOCKS_128X128.dtype)
+    scales = 1.0 + torch.arange(num_blocks(size), dtype=torch.float32, device="cpu")[:, None]
     (rule,) = _quantizer({"dequantize": True}).get_weight_conversions()
     given = {"weight": data, "weight_scale_inv": scales}
     tensors = {x: [given[x.rstrip("$")]] for x in rule.source_patterns if x.rstrip("$") in given}

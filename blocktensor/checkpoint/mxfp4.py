@@ -156,7 +156,7 @@ class Unpacked:
         form, is_inexact = packed.read(read, blocks)
         if is_inexact.any():
             found = self._inexact.setdefault(packed, set())
-            first = torch.tensor([run.start for run in blocks])
+            first = is_inexact.new_tensor([run.start for run in blocks], dtype=torch.long)
             found.update(map(tuple, (is_inexact.nonzero() + first).tolist()))
             self.rounded[packed.codes.name] = len(found)
         return form

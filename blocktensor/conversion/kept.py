@@ -157,7 +157,8 @@ def _matrices(x: Tensor) -> list[Tensor]:
 def _places(count: int) -> Tensor:
     """Return ``count`` random indices, the same for every tensor of this size."""
     generator = torch.Generator().manual_seed(count)
-    return torch.randint(max(1, count), (min(count, SAMPLE),), generator=generator)
+    size = (min(count, SAMPLE),)
+    return torch.randint(max(1, count), size, generator=generator, device=generator.device)
 
 
 def _indices(shape: torch.Size, device: torch.device) -> tuple[Tensor, ...]:

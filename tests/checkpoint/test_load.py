@@ -112,6 +112,16 @@ def test_a_model_loaded_in_inference_mode_has_gradients(folder: Path) -> None:
     assert model.embed.weight.grad.any()
 
 
+@pytest.mark.parametrize("trainable", [False, True])
+def test_files_are_read_with_any_default_device(folder: Path, trainable: bool) -> None:
+    """Safetensors reads slices onto the default device."""
+    models = [filled(1, convert=trainable) for _ in range(2)]
+    for model, device in zip(models, ("cpu", "meta"), strict=True):
+        with torch.device(device):
+            load_fp8(model, folder, trainable=trainable)
+    assert_same(*map(state, models))
+
+
 def test_a_shared_module_may_have_any_of_its_names(tmp_path: Path) -> None:
     source, model = filled(frozen=True), filled(5, convert=False)
     source.again = model.again = None

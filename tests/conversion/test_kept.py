@@ -87,6 +87,17 @@ def test_rounding_at_random_keeps_small_changes(name: str) -> None:
             assert (p.shape, p.stride(), p.recipe) == (q.shape, q.stride(), q.recipe)
 
 
+def test_changes_are_measured_with_any_default_device() -> None:
+    """Places are drawn by a generator of the CPU, which ``set_default_device`` does not change."""
+    model = models()["a linear"]
+    frozen(model)
+    with torch.device("meta"):
+        unfreeze(model)
+    change(model, SMALL)
+    with torch.device("meta"), pytest.warns(UserWarning, match="freeze keeps"):
+        freeze(model)
+
+
 @pytest.mark.parametrize("recipe", [Recipe(), POWER_OF_TWO], ids=lambda r: r.scale)
 @pytest.mark.parametrize("name", models())
 def test_what_has_not_changed_keeps_its_bytes(name: str, recipe: Recipe) -> None:
