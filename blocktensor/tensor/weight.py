@@ -311,6 +311,7 @@ def computed_weights(out: Any, args: Sequence[Any]) -> Any:
 
     def typed(x: Any) -> Any:
         is_value = isinstance(x, Tensor) and not isinstance(x, FP8Base)
+        is_value = is_value and x.layout == torch.strided  # not w.to_sparse(), say
         if is_value and x.shape in shapes and x.dtype in checks.HIGH_PRECISION:
             return BlockwiseFP8Weight(x, recipe)
         return x

@@ -48,6 +48,16 @@ def test_activations_as_large_as_the_weight_are_plain(name: str) -> None:
     assert torch.equal(made, wanted) or "empty" in name
 
 
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc], ids=str)
+@pytest.mark.filterwarnings("ignore:Sparse C:UserWarning")
+def test_sparse_values_of_a_weight_are_plain(layout: torch.layout) -> None:
+    """A penalty or a count of its entries, say."""
+    w = linear(256, 256, dtype=torch.float32).weight
+    made = (w * (w > 0)).to_sparse(layout=layout)
+    assert type(made) is Tensor and made.layout == layout
+    assert torch.equal(made.to_dense(), plain(w).relu())
+
+
 COMPUTED: list[Callable[[Tensor], Tensor]] = [
     lambda w: w + 1,
     lambda w: 1 - w,
