@@ -349,7 +349,12 @@ def derived_columnwise(
 
 def sum_rows(grad: Tensor, dtype: torch.dtype | None) -> Tensor:
     """Return the sum of all rows of ``grad[..., N]``, computed in fp32."""
-    return grad.reshape(-1, grad.shape[-1]).sum(0, dtype=torch.float32).to(dtype)
+    return _rows(grad).sum(0, dtype=torch.float32).to(dtype)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """View ``x[..., K]`` as a matrix, also with K = 0, for which ``reshape`` cannot infer rows."""
+    return x[None] if x.ndim == 1 else x.flatten(0, -2)
 
 
 def sum_groups(x: Tensor, offs: Tensor) -> Tensor:
@@ -370,7 +375,7 @@ def dgrad_in_high_precision(grad: Tensor, w: Tensor, out_dtype: torch.dtype) -> 
     """Return ``dx[M, K] = grad w`` of ``grad[..., N]`` and ``w[N, K]``, in the dtype of grad."""
     grad = _plain(grad)
     with without_autocast(w):
-        return torch.mm(grad.reshape(-1, grad.shape[-1]), w.to(grad.dtype)).to(out_dtype)
+        return torch.mm(_rows(grad), w.to(grad.dtype)).to(out_dtype)
 
 
 def grouped_dgrad_in_high_precision(
@@ -400,7 +405,7 @@ def wgrad_in_high_precision(grad: Tensor, x: Tensor, out_dtype: torch.dtype) -> 
     Sums are in fp32, and rounded once to ``out_dtype``.
     """
     grad = _plain(grad)
-    g, x = grad.reshape(-1, grad.shape[-1]).t(), x.reshape(-1, x.shape[-1]).to(grad.dtype)
+    g, x = _rows(grad).t(), _rows(x).to(grad.dtype)
     with without_autocast(x):
         if out_dtype == x.dtype:
             return torch.mm(g, x)

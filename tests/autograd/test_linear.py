@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, Recipe, freeze, functional, quantize
+from blocktensor import (
+    BlockwiseFP8Tensor,
+    BlockwiseFP8Weight,
+    Recipe,
+    freeze,
+    functional,
+    quantize,
+    to_blockwise_fp8_weights,
+)
 from tests.support.linear_ways import assert_all_equal, grads_of, saved_by, way_of_linears
 from tests.support.models import (
     RECIPES,
@@ -68,6 +77,23 @@ def test_leading_dimensions(shape: tuple[int, ...], device: torch.device) -> Non
         assert dw.shape == (256, 384)
         assert not dw.any()
         assert not db.any()
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors:UserWarning")
+@pytest.mark.parametrize("backward", ["fp8", "high_precision", "dequantized"])
+@pytest.mark.parametrize("features", [(0, 384), (256, 0), (0, 0)], ids=str)
+def test_no_features(features: tuple[int, int], backward: Any, device: torch.device) -> None:
+    """Of a layer whose features are all pruned, say."""
+    n, k = features
+    module = nn.Linear(k, n, device=device)
+    to_blockwise_fp8_weights(module, Recipe(backward=backward))
+    x = randn(2, 3, k, dtype=torch.float32, device=device)
+    grad = randn(2, 3, n, dtype=torch.float32, device=device)
+    y, dx, dw, db = grads_of(module, x, grad)
+    assert torch.equal(y, module.bias.expand_as(grad))
+    assert not dx.any() and dx.shape == x.shape
+    assert not dw.any() and dw.shape == module.weight.shape
+    torch.testing.assert_close(db, grad.sum((0, 1)))
 
 
 @pytest.mark.parametrize("spoiled", ["x", "grad"])
