@@ -95,12 +95,23 @@ def _set_data(tensor: Tensor, new: Tensor) -> None:
         swap_in(tensor, BlockwiseFP8Weight(master, tensor.recipe))
 
 
+def _inner_tensors(tensor: BlockwiseFP8Tensor | BlockwiseFP8Weight) -> list[Tensor]:
+    return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+
+
+# torch's own functions would read the storage of the wrapper, which has none
+
+
 def _share_memory(tensor: BlockwiseFP8Tensor | BlockwiseFP8Weight) -> Tensor:
-    # torch's own function would read the storage of the wrapper, which has none
     with torch._C.DisableTorchFunctionSubclass():
-        for name in tensor.__tensor_flatten__()[0]:
-            getattr(tensor, name).share_memory_()
+        for inner in _inner_tensors(tensor):
+            inner.share_memory_()
     return tensor
+
+
+def _is_shared(tensor: BlockwiseFP8Tensor | BlockwiseFP8Weight) -> bool:
+    with torch._C.DisableTorchFunctionSubclass():
+        return all(inner.is_shared() for inner in _inner_tensors(tensor))
 
 
 def _of_values(name: str) -> Callable[..., Any]:
@@ -149,6 +160,7 @@ OVERRIDES: dict[Any, Callable[..., Any]] = {
     Tensor.data.__get__: _get_data,  # type: ignore[attr-defined]
     Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
     Tensor.share_memory_: _share_memory,
+    Tensor.is_shared: _is_shared,
     **{
         getattr(Tensor, name): _of_values(name)
         for name in ("__dlpack__", "__dlpack_device__", "numpy", "__array__", "tolist")

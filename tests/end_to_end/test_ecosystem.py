@@ -99,7 +99,9 @@ def test_a_model_in_shared_memory(frozen: bool) -> None:
         freeze(model)
     x, out = randn(5, K), torch.zeros(5, K, dtype=torch.bfloat16).share_memory_()
     want, bias = model(x).detach(), model[2].bias.detach().clone()
+    assert not any(p.is_shared() for p in model.parameters())
     model.share_memory()
+    assert all(p.is_shared() for p in model.parameters())
     forking()  # with torch imported
     mp.start_processes(run_shared, (model, x, out), nprocs=1, start_method="forkserver")
     assert torch.equal(out, want)
