@@ -67,7 +67,8 @@ class _WithinGraphs:
                 f"an AdaptedWeight {list(weight.shape)} is a result of a compiled graph, which "
                 f"would cut its low-rank matrices off from their gradients: compile its matmuls in "
                 f"the same graph, without a graph break between, or make it in a function with "
-                f"torch.compiler.disable"
+                f"torch.compiler.disable; if peft was imported after the conversion, import "
+                f"blocktensor.integrations.peft"
             )
         return self.method.__get__(weight, owner)
 

@@ -370,6 +370,19 @@ def test_experts_one_by_one_run_between_graphs() -> None:
         assert counters["graph_break"]
 
 
+@pytest.mark.slow
+@instantiates
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_compiling_after_a_late_import_of_peft_says_what_to_import() -> None:
+    """Peft's parametrization breaks the graph between the adapted stack and its matmul."""
+    converted = base(num_hidden_layers=1)
+    with fresh(), peft_alone():
+        model = adapted(converted)
+        with pytest.raises(RuntimeError, match=r"import blocktensor\.integrations\.peft"):
+            results(model, torch.compile(model, backend="aot_eager"))
+
+
 @instantiates
 def test_adapters_of_ones_own_in_a_graph() -> None:
     """They are no result of a graph, and torch compiles no grouped matmul in fp32."""

@@ -15,6 +15,7 @@ from ...patches import SWAP_TENSORS
 from ..base import FP8Base
 from ..fp8_tensor import BlockwiseFP8Tensor
 from ..torch_internals.callers import APPLY, PARAMETRIZE, caller
+from ..torch_internals.frames import never_compiled
 from ..weight import FP8_TYPES
 
 _DATA: Any = Tensor.data  # the descriptor
@@ -124,6 +125,7 @@ def _around(original: Any) -> Any:
     """
 
     @functools.wraps(original)
+    @never_compiled
     def swap_tensors(t1: Any, t2: Any) -> None:
         if isinstance(t1, FP8_TYPES):
             who = caller()
