@@ -166,8 +166,15 @@ def _unconverted(weights: list[str]) -> str:
 
 
 def _pattern(weight: str) -> str:
-    """Return a pattern for ``skip`` that matches the module of a weight in every layer."""
+    """Return a pattern for ``skip`` that matches the module of a weight in every layer.
+
+    It matches before and after ``get_peft_model``, which adds a prefix, and wraps the module.
+    """
     *parts, _ = weight.split(".")
+    if "base_layer" in parts:
+        parts = [part for part in parts if part != "base_layer"]
+        parts = parts[2:] if parts[:2] == ["base_model", "model"] else parts
+        parts[0] = f"*{parts[0]}"
     of_layers = ["*" if part.isdigit() else part for part in parts]
     return ".".join(parts if len(parts) == 1 else of_layers)
 

@@ -119,6 +119,41 @@ def test_an_error_in_a_forward_names_the_module_and_a_skip_that_serves(
     layers(how, skip=skip)(x).sum().backward()
 
 
+class Linears(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ModuleDict({"up": nn.Linear(DIM, DIM)}) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer["up"](x)
+        return x
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("first", ["convert", "get_peft_model"])
+def test_a_skip_serves_before_and_after_peft_wraps_layers(first: str, inside: bool) -> None:
+    """HiRA multiplies the base's weight elementwise; ``inside``: a Trainer calls peft's tuner."""
+    peft = pytest.importorskip("peft")
+
+    def adapted(**options: Any) -> nn.Module:
+        base = Linears().requires_grad_(False)
+        if first == "convert":
+            convert(base, skip_small=False, **options)
+        model = peft.get_peft_model(base, peft.HiraConfig(r=2, target_modules=["up"]))
+        if first == "get_peft_model":
+            convert(model, skip_small=False, **options)
+        return model.base_model if inside else model
+
+    x = randn(3, DIM, dtype=torch.float32)
+    text = complaint(NotImplementedError, lambda: adapted()(x)).replace("\n", " ")
+    skip = ["*layers.*.up"]
+    assert text.endswith(f"convert(model, skip={skip})")
+    with pytest.warns(UserWarning, match="no weight"):  # nothing else is there to convert
+        model = adapted(skip=skip)
+    model(x).sum().backward()
+
+
 class OfOne(nn.Sequential):
     def forward(self, x: Tensor) -> Tensor:
         return torch.einsum("tk,nk->tn", x, self[0].weight)
