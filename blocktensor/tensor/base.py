@@ -52,7 +52,7 @@ def count_write(*parts: Tensor) -> None:
 
 
 def counting_together(part: Tensor) -> AbstractContextManager[None]:
-    """Let views of the data or scales of an FP8 tensor count writes together with them.
+    """Let views of the data, scales or master of an FP8 tensor count writes together with it.
 
     Views that are made below autograd have counters of their own: a backward through a view would
     not notice a write to the whole, or to another view.

@@ -167,7 +167,7 @@ class BlockwiseFP8Weight(MasterBase):
 
     @property
     def _counted(self) -> Tensor:
-        """The cache's tensor: below autograd, views of the master have their own counters."""
+        """The cache's tensor: views of the master that caches make have their own counters."""
         return self.cache.counted
 
     @property

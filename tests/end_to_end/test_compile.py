@@ -14,7 +14,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from blocktensor import Recipe, Scales, convert, freeze, functional, quantize
+from blocktensor import (
+    BlockwiseFP8Tensor,
+    BlockwiseFP8Weight,
+    Recipe,
+    Scales,
+    convert,
+    freeze,
+    functional,
+    quantize,
+)
 from tests.support.compiling import (
     afresh,
     assert_as_eager,
@@ -184,6 +193,35 @@ def test_each_direction_of_a_linear_layer_is_one_op(policy: Any) -> None:
         ops = [op for op in ops_in(graph) if op.startswith("blocktensor.")]
         names = [op.removeprefix("blocktensor.") for op in ops]
         assert {op: names.count(op) for op in names} == counts
+
+
+PARTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "matrix": lambda w: w[1],
+    "rows": lambda w: w[1][64:],
+    "transpose": lambda w: w[1].t().t(),
+    "stack": lambda w: w.mT[1:][0].mT,
+}
+
+
+# Dynamo reads it
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("part", PARTS)
+def test_a_graph_whose_input_is_a_part_of_a_weight_that_is_written(part: str, frozen: bool) -> None:
+    """A write to the whole before the backward of the graph counts for the part."""
+    values, other = randn(3, 192, K), randn(3, 192, K)
+    w: Tensor = nn.Parameter(BlockwiseFP8Weight(values))
+    if frozen:
+        w, other = (BlockwiseFP8Tensor.from_values(t, (128, 128)) for t in (values, other))
+        if part == "rows":
+            pytest.skip("frozen blocks cannot be cut")
+    x = randn(6, K, grad=True)
+    y = torch.compile(F.linear, backend="aot_eager")(x, PARTS[part](w))
+    torch.autograd.grad(y, x, torch.ones_like(y), retain_graph=True)
+    with torch.no_grad():
+        w.copy_(other)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(y, x, torch.ones_like(y))
 
 
 def test_export_of_a_frozen_model() -> None:

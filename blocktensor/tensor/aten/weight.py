@@ -15,7 +15,14 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from ...ops import checks
 from ...ops.runtime.specialize import PLAIN
-from ..base import FP8Base, implements, on_master, only_dtype, view_of_its_kind
+from ..base import (
+    FP8Base,
+    counting_together,
+    implements,
+    on_master,
+    only_dtype,
+    view_of_its_kind,
+)
 from ..late_copy import LateCopy, is_read_at_once
 from ..refusals import refuse_bytes, refuse_to_pick
 from ..torch_internals.aot_autograd import share_storage
@@ -77,7 +84,9 @@ def _part(func: Any, w: BlockwiseFP8Weight, *args: Any, **kwargs: Any) -> Any:
         views = func(w._oriented(copy.source.master), *args, **kwargs)
         if all(view.ndim in _RANKS for view in tree_leaves(views)):
             return _late_parts(func, w, copy, views, args, kwargs)
-    views = func(w.master, *args, **kwargs)
+    master = w.master
+    with counting_together(master):
+        views = func(master, *args, **kwargs)
     return tree_map(lambda view: _as_weight(view, w), views)
 
 
@@ -88,13 +97,16 @@ def _transpose(func: Any, w: BlockwiseFP8Weight, *dims: int) -> Any:
     swaps = not dims or {dim % rank for dim in dims} == {rank - 2, rank - 1}
     if not swaps or isinstance(w._late, LateCopy):
         return _part(func, w, *dims)
-    return BlockwiseFP8Weight(func(w.master, *dims), cache=w.cache, transposed=not w.transposed)
+    with counting_together(w.master):
+        view = func(w.master, *dims)
+    return BlockwiseFP8Weight(view, cache=w.cache, transposed=not w.transposed)
 
 
 def _as_weight(view: Tensor, w: BlockwiseFP8Weight) -> Tensor:
     """Return a view of the master as a weight, which shares the cache if it views the whole."""
     if view.ndim not in _RANKS:
-        return view
+        # autograd makes a view of this one, and wants none that it has made before
+        return view.detach() if type(view) in PLAIN else view
     if _layout(view) == _layout(w.master):
         return BlockwiseFP8Weight(w.master, cache=w.cache, transposed=w.transposed)
     if _layout(view) == _layout(w.master, swap=True):
@@ -164,7 +176,9 @@ def _matrix(w: BlockwiseFP8Weight, index: int) -> Tensor:
     if isinstance(w._late, LateCopy):
         return _late(w._late.part(own), w.transposed)
     cache = w.cache.part(own)
-    return BlockwiseFP8Weight(w.master[index], cache=cache, transposed=w.transposed)
+    with counting_together(w.master):
+        view = w.master[index]
+    return BlockwiseFP8Weight(view, cache=cache, transposed=w.transposed)
 
 
 @implements(WEIGHT_OPS, aten.index.Tensor, aten.index_select.default, aten.gather.default)
