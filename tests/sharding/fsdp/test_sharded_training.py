@@ -22,6 +22,7 @@ from blocktensor import Recipe, Scales, convert, share_inputs, to_blockwise_fp8_
 from blocktensor.ops import reference
 from blocktensor.ops.formats import BLOCKS_128X128
 from blocktensor.sharding.fsdp.shards import FP8Shard
+from tests.support.compiling import Traced
 from tests.support.models import HeadGroups, randn
 from tests.support.ranks import on_ranks, shared_mesh
 from tests.support.sharded import (
@@ -63,6 +64,8 @@ def compiled(model: nn.Module, mesh: DeviceMesh, before: bool) -> None:
     backend = "aot_eager" if mesh.device_type == "cpu" else "inductor"
     # From torch 2.14 on, FSDP2's own hooks break the graph of a module that is compiled in place.
     fullgraph = TorchVersion(torch.__version__) < (2, 14)
+    for module in (model.up, model.down):
+        module.__class__ = Traced
     for name in ("up", "down") if before else ():
         setattr(model, name, torch.compile(getattr(model, name), fullgraph=True, backend=backend))
     shard(model, mesh)
