@@ -89,14 +89,16 @@ class FP8Base(Tensor):
         return made
 
     @classmethod
-    def _wrapper_of(cls, inner: Tensor, dtype: torch.dtype) -> Any:
-        """Return a tensor of this class with the layout of ``inner`` and the dtype ``dtype``."""
-        strides, offset = inner.stride(), inner.storage_offset()
+    def _wrapper_of(cls, inner: Tensor, dtype: torch.dtype, offset: int | None = None) -> Any:
+        """Return a tensor of this class with the layout of ``inner`` and the dtype ``dtype``.
+
+        ``offset``: where it begins in its memory, if not where ``inner`` does.
+        """
         return wrapper(
             cls,
             inner.shape,
-            strides=strides,
-            storage_offset=offset,
+            strides=inner.stride(),
+            storage_offset=inner.storage_offset() if offset is None else offset,
             dtype=dtype,
             device=inner.device,
         )

@@ -47,6 +47,7 @@ class LateCopy:
     Attributes:
         source: the cache of the weight.
         dtype: the dtype of the copy.
+        offset: where the copy begins in its memory, which is laid out as the weight's.
     """
 
     def __init__(
@@ -58,6 +59,8 @@ class LateCopy:
     ) -> None:
         """Prepare a copy of ``source``, or the part that ``cut`` takes of the copy ``whole``."""
         self.source, self.dtype = source, dtype
+        self._begin = source.master.storage_offset() if whole is None else whole._begin
+        self.offset = source.master.storage_offset() - self._begin
         self._version = source.version()
         self._copy: Tensor | None = None
         self._own: FP8Cache | None = None

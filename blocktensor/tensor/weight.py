@@ -129,7 +129,7 @@ class BlockwiseFP8Weight(MasterBase):
     @classmethod
     def _of_late_copy(cls, like: Tensor, copy: LateCopy, transposed: bool) -> BlockwiseFP8Weight:
         """Return a weight with the layout of ``like``, which creates its master when first read."""
-        self: BlockwiseFP8Weight = cls._wrapper_of(like, copy.dtype)
+        self: BlockwiseFP8Weight = cls._wrapper_of(like, copy.dtype, copy.offset)
         self._late, self.transposed = copy, transposed
         return self
 

@@ -363,6 +363,36 @@ def test_a_copy_that_a_graph_returns_is_what_products_cast(how: str) -> None:
     assert torch.equal(w.grad, values.grad)
 
 
+COPIES_OF_PARTS: dict[str, Callable[[Any], Any]] = {
+    "a matrix": lambda w: w[1].bfloat16(),
+    "rows": lambda w: w[1][64:].bfloat16(),
+    "a transposed matrix": lambda w: w[1].t().bfloat16().t(),
+    "of matrices": lambda w: w[1:].bfloat16()[1],
+    "of a copy": lambda w: w.bfloat16()[2],
+}
+
+
+@instantiates
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not:UserWarning")
+@pytest.mark.parametrize("name", COPIES_OF_PARTS)
+def test_a_copy_of_a_part_begins_where_its_memory_does(name: str) -> None:
+    """Compilers, which get it as an input, compare both; so does ``as_strided``."""
+    copied = COPIES_OF_PARTS[name]
+    w: Any = nn.Parameter(BlockwiseFP8Weight(randn(3, N, K, dtype=torch.float32)))
+    values = plain(w).requires_grad_()
+    late = copied(w)
+    assert late._late._copy is None
+    place = late.shape, late.stride(), late.storage_offset()
+    made = copied(w).detach().master
+    assert place == (made.shape, made.stride(), made.storage_offset())
+    assert torch.equal(copied(w).as_strided(*place), copied(values))
+    y = torch.compile(F.linear, backend="aot_eager")(X, late)
+    wanted = functional.linear(X, copied(values))
+    assert torch.equal(y, wanted)
+    y.sum().backward(), wanted.sum().backward()
+    assert torch.equal(w.grad, values.grad)
+
+
 def test_a_frozen_weight_shares_its_bytes_in_a_layer() -> None:
     frozen = BlockwiseFP8Tensor.from_values(randn(3, N, K, dtype=torch.float32), SQUARE)
     frozen.generation = Generation()  # as of a weight that FSDP2 has gathered

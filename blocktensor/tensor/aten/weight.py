@@ -80,7 +80,8 @@ def _alias(func: Any, w: BlockwiseFP8Weight) -> BlockwiseFP8Weight:
 def _part(func: Any, w: BlockwiseFP8Weight, *args: Any, **kwargs: Any) -> Any:
     """View a part of a weight: matrices and stacks are weights, with their own grid of blocks."""
     copy = w._late
-    if isinstance(copy, LateCopy):
+    # as_strided takes a place in memory, where the source lies elsewhere than the copy
+    if isinstance(copy, LateCopy) and func is not aten.as_strided.default:
         views = func(w._oriented(copy.source.master), *args, **kwargs)
         if all(view.ndim in _RANKS for view in tree_leaves(views)):
             return _late_parts(func, w, copy, views, args, kwargs)
