@@ -317,6 +317,12 @@ def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
 
 
 @functools.cache
+def _out_arguments(func: Any) -> tuple[str, ...]:
+    """Return the names of the ``out=`` arguments of an op, which it may resize."""
+    return tuple(x.name for x in func._schema.arguments if x.is_out)
+
+
+@functools.cache
 def _hands_out_memory(func: Any) -> bool:
     """Return True if an op writes to an argument, or returns an argument or a view of one."""
     returns = func._schema.returns
@@ -325,6 +331,9 @@ def _hands_out_memory(func: Any) -> bool:
 
 def on_master(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run ``func`` on masters instead of their wrappers; in-place ops advance version counters."""
+    outs = {n: x for n in _out_arguments(func) if isinstance(x := kwargs.get(n), MasterBase)}
+    if outs:
+        return _into_masters(func, args, kwargs, outs)
     wrapped: dict[int, MasterBase] = {}
     arguments = [
         args[i] if i < len(args) else kwargs.get(name) for i, name in _written_arguments(func)
@@ -350,6 +359,28 @@ def on_master(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return torch.utils._pytree.tree_map(
         lambda x: wrapped.get(id(x), x) if isinstance(x, Tensor) else x, out
     )
+
+
+def _into_masters(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outs: Mapping[str, MasterBase]
+) -> Any:
+    """Run ``func(..., out=)`` and copy its results, since ``func`` would resize a master.
+
+    Raises:
+        ValueError: a result has another shape than its ``out``; no weight has changed.
+    """
+    made = {name: torch.empty(0, dtype=w.dtype, device=w.device) for name, w in outs.items()}
+    results = on_master(func, args, {**kwargs, **made})
+    for name, w in outs.items():
+        if made[name].shape != w.shape:
+            raise ValueError(
+                f"{func} makes {list(made[name].shape)}, and {name}= is an FP8 weight "
+                f"{list(w.shape)}: expected one shape; give the module a new parameter"
+            )
+    for name, w in outs.items():
+        on_master(torch.ops.aten.copy_.default, (w, made[name]), {})
+    written = {id(made[name]): w for name, w in outs.items()}
+    return torch.utils._pytree.tree_map(lambda x: written.get(id(x), x), results)
 
 
 def implements(table: dict[Any, Callable[..., Any]], *ops: Any) -> Callable[..., Any]:

@@ -234,8 +234,6 @@ def _set(func: Any, w: BlockwiseFP8Weight, *args: Any) -> Tensor:
     aten.squeeze_.default,
     aten.squeeze_.dim,
     aten.squeeze_.dims,
-    aten.resize_.default,
-    aten.resize_as_.default,
     aten.as_strided_.default,
 )
 def _refuse_new_layout(func: Any, w: BlockwiseFP8Weight, *args: Any, **kwargs: Any) -> NoReturn:
@@ -243,6 +241,14 @@ def _refuse_new_layout(func: Any, w: BlockwiseFP8Weight, *args: Any, **kwargs: A
         f"{func} would change the layout of an FP8 weight {list(w.shape)} in place: use the op "
         f"that returns a view (.t(), .transpose(), .view()), or give the module a new parameter"
     )
+
+
+@implements(WEIGHT_OPS, aten.resize_.default, aten.resize_as_.default)
+def _resize(func: Any, w: BlockwiseFP8Weight, size: Any, **kwargs: Any) -> Tensor:
+    """Keep a weight of this size: ``torch.randn(shape, out=w.data)`` resizes it first."""
+    if list(size.shape if isinstance(size, Tensor) else size) != list(w.shape):
+        _refuse_new_layout(func, w)
+    return w
 
 
 @implements(WEIGHT_OPS, aten._to_copy.default)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, functional
-from tests.support.models import SQUARE, linear, plain, randn
+from tests.support.models import SQUARE, complaint, linear, plain, randn
 from tests.support.steps import assert_bits, step
 
 PARTS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -132,6 +132,9 @@ def test_a_product_with_a_part_is_that_of_the_part_alone(name: str) -> None:
         lambda w: w.unsqueeze_(0),
         lambda w: w.squeeze_(),
         lambda w: w.as_strided_((2, 3), (1, 2)),
+        lambda w: w.data.resize_(192, 128),
+        lambda w: w.data.resize_as_(torch.ones(3, 4)),
+        lambda w: torch.randn(3, 4, dtype=w.dtype, out=w.data),
         lambda w: w.set_(torch.ones(3, 4, dtype=w.dtype)),
         lambda w: w.set_(),
         lambda w: w.set_(torch.ones(128, 192, dtype=w.dtype).untyped_storage()),
@@ -143,4 +146,44 @@ def test_a_new_layout_in_place_is_refused(change: Callable[[Tensor], Tensor]) ->
     with torch.no_grad(), pytest.raises(NotImplementedError, match=r"layout of an FP8 weight"):
         change(w)
     assert w.shape == w.master.shape == (128, 192)
+    assert torch.equal(w.master, before)
+
+
+FACTORIES: dict[str, Callable[..., Tensor]] = {
+    "ones": lambda w: torch.ones(w.shape, out=w),
+    "randn": lambda w: torch.randn(w.shape, out=w),
+    "bernoulli": lambda w: torch.bernoulli(torch.full(w.shape, 0.5), out=w),
+    "resize_": lambda w: w.resize_(w.shape).mul_(2),
+    "resize_as_": lambda w: w.resize_as_(torch.ones(w.shape)).mul_(2),
+}
+
+
+@pytest.mark.parametrize("name", FACTORIES)
+def test_values_are_made_in_a_weight_of_their_shape(name: str) -> None:
+    """With ``out=``, which torch resizes first."""
+    w, x = linear(128, 192, dtype=torch.float32).weight, randn(5, 192, dtype=torch.float32)
+    values = plain(w)
+    for each in (w.data, values):
+        torch.manual_seed(0)
+        assert FACTORIES[name](each) is each
+    assert torch.equal(w.master, values)
+    assert torch.equal(F.linear(x, w), functional.linear(x, values))
+
+
+INTO: dict[str, Callable[[Tensor], object]] = {
+    "ones": lambda w: torch.ones(3, 4, dtype=w.dtype, out=w),
+    "arange": lambda w: torch.arange(3, out=w),
+    "add": lambda w: torch.add(w[:64], 1, out=w),
+    "sum": lambda w: torch.sum(w, 1, out=w),
+    "sort": lambda w: torch.sort(w[:3], out=(w, torch.empty(0, dtype=torch.long))),
+}
+
+
+@pytest.mark.parametrize("name", INTO)
+def test_results_of_another_shape_change_nothing(name: str) -> None:
+    """Torch would resize the master, and the weight would keep its shape."""
+    w = linear(128, 192).weight.detach()
+    before = plain(w)
+    message = complaint(ValueError, lambda: INTO[name](w))
+    assert "is an FP8 weight [128, 192]: expected" in message
     assert torch.equal(w.master, before)
