@@ -219,7 +219,8 @@ def _copied(func: Any, w: Tensor, source: Tensor, *args: Any) -> Tensor:
 )
 def _set(func: Any, w: BlockwiseFP8Weight, *args: Any) -> Tensor:
     source = args[0] if args else None
-    if not isinstance(source, Tensor) or source.shape != w.shape:
+    layout = w.shape, w.stride()  # the wrapper keeps both
+    if not isinstance(source, Tensor) or (source.shape, source.stride()) != layout:
         _refuse_new_layout(func, w)
     return on_master(func, (w, *args), {})
 

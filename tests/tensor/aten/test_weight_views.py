@@ -136,6 +136,8 @@ def test_a_product_with_a_part_is_that_of_the_part_alone(name: str) -> None:
         lambda w: w.data.resize_as_(torch.ones(3, 4)),
         lambda w: torch.randn(3, 4, dtype=w.dtype, out=w.data),
         lambda w: w.set_(torch.ones(3, 4, dtype=w.dtype)),
+        lambda w: w.set_(torch.ones(192, 128, dtype=w.dtype).t()),
+        lambda w: w.set_(torch.ones(128, 384, dtype=w.dtype)[:, ::2]),
         lambda w: w.set_(),
         lambda w: w.set_(torch.ones(128, 192, dtype=w.dtype).untyped_storage()),
     ],
