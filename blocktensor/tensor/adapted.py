@@ -232,8 +232,10 @@ _VIEWS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((torch.transpose, Tensor.transpose), _transpose),
     **dict.fromkeys((torch.swapaxes, Tensor.swapaxes), _transpose),
     **dict.fromkeys((torch.permute, Tensor.permute), _permute),
-    **dict.fromkeys((torch.t, Tensor.t, Tensor.T.__get__), _matrix_transposed),  # type: ignore[attr-defined]
-    Tensor.mT.__get__: _transposed,  # type: ignore[attr-defined]
+    # Dynamo calls the ops in place of these attributes, from torch 2.14 on
+    **dict.fromkeys((Tensor.mT.__get__, torch.ops.aten.mT), _transposed),  # type: ignore[attr-defined]
+    **dict.fromkeys((Tensor.T.__get__, torch.ops.aten.numpy_T), _matrix_transposed),  # type: ignore[attr-defined]
+    **dict.fromkeys((torch.t, Tensor.t), _matrix_transposed),
     **dict.fromkeys((torch.select, Tensor.select), _select),
     Tensor.__getitem__: _item,
     **{

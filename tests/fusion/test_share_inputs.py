@@ -23,6 +23,7 @@ from blocktensor import (
 from blocktensor import to_blockwise_fp8_weights as to_fp8
 from blocktensor.autograd.shared_cast import this_thread
 from tests.support.backends import replace_op
+from tests.support.compiling import instantiates
 from tests.support.fused_kinds import COPIES
 from tests.support.models import FP32_SCALES, POWER_OF_TWO, RECIPES, Trace, complaint, plain, randn
 from tests.support.moe_models import GroupedExperts
@@ -254,8 +255,10 @@ def test_the_hooks_compile_to_nothing(fullgraph: bool) -> None:
     assert report.casts == 0 and this_thread.running is None
 
 
+@instantiates
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_linear_layers_that_are_compiled_one_by_one() -> None:
-    """Dynamo skips the forward of an ``nn.Linear`` as in plain PyTorch, so they share."""
+    """Before torch 2.14 Dynamo skips the forward of an ``nn.Linear``, so that they share."""
     model = converted(Qkv())
     wanted = results(model, X)
     report = share_inputs(model)
@@ -263,7 +266,8 @@ def test_linear_layers_that_are_compiled_one_by_one() -> None:
         linear.compile(backend="aot_eager")
     for _ in range(2):
         assert_bits(results(model, X), wanted)
-    assert (report.casts, report.saved) == (4, 4)
+    are_compiled = torch.__version__ >= (2, 14)  # each casts its own input then
+    assert (report.casts, report.saved) == ((0, 0) if are_compiled else (4, 4))
 
 
 def test_a_backward_hook_of_a_linear_sees_its_own_gradient() -> None:
