@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ...ops.formats import Quantized, ceil_div
+from ...ops.runtime.specialize import PLAIN
 from ...ops.scale_layouts import columnwise_width, laid_out
 from ..base import counting_together, implements, view_of_its_kind
 from ..fp8_tensor import ATEN_OPS, BlockwiseFP8Tensor
@@ -72,8 +73,9 @@ def _cut(form: Quantized, axis: int, start: int, stop: int) -> Quantized:
         if axis != -1:
             return Quantized(aten.slice(data, axis, start, stop), scale, format)
     end = columnwise_width(stop, format) if start < stop else stop  # with the zeros
-    # bytes that are copied keep their scales when the whole is written to
-    return laid_out(data[..., start:end].contiguous(), scale.clone(), format)
+    if type(scale) in PLAIN:  # bytes that are copied keep their scales when the whole is written
+        scale = scale.clone()
+    return laid_out(data[..., start:end].contiguous(), scale, format)
 
 
 def _like(x: BlockwiseFP8Tensor, operand: Operand, shape: Sequence[int]) -> BlockwiseFP8Tensor:

@@ -14,6 +14,7 @@ from blocktensor import BlockwiseFP8Tensor, Recipe
 from blocktensor.ops import reference
 from blocktensor.ops.formats import BLOCKS_1X128, Quantized
 from blocktensor.ops.scale_layouts import empty_scale
+from tests.support.compiling import fresh
 from tests.support.groups import ends
 from tests.support.models import ROW, SQUARE, assert_same, inner, quantized, randn
 
@@ -113,6 +114,13 @@ def test_copied_columns_keep_their_values(block: tuple[int, int]) -> None:
     before = part.dequantize()
     x.copy_(BlockwiseFP8Tensor.from_values(64 * other.dequantize(), block, columnwise=False))
     assert torch.equal(part.dequantize(), before)
+
+
+def test_copied_columns_are_inputs_of_graphs() -> None:
+    part, x = made(256, 256, block=SQUARE, forms=ROWWISE)[:, 128:], randn(3, 128)
+    with fresh():
+        run = torch.compile(F.linear, backend="aot_eager")
+        assert torch.equal(run(x, part), F.linear(x, part))
 
 
 def test_no_write_to_a_part_leaves_old_bytes_behind() -> None:
