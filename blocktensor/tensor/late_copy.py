@@ -59,8 +59,9 @@ class LateCopy:
     ) -> None:
         """Prepare a copy of ``source``, or the part that ``cut`` takes of the copy ``whole``."""
         self.source, self.dtype = source, dtype
-        self._begin = source.master.storage_offset() if whole is None else whole._begin
-        self.offset = source.master.storage_offset() - self._begin
+        place: Any = source.master.storage_offset()
+        self._begin: Any = place if whole is None else whole._begin
+        self.offset: Any = place - self._begin
         self._version = source.version()
         self._copy: Tensor | None = None
         self._own: FP8Cache | None = None
