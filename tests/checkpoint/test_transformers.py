@@ -95,8 +95,10 @@ def test_it_dequantizes_our_bytes_as_we_do(tmp_path: Path, kind: str, recipe: Re
     for name, weight in made.named_parameters():
         mine = weights.pop(name)
         values = mine.dequantize() if isinstance(mine, BlockwiseFP8Tensor) else mine
-        assert weight.dtype == values.dtype == torch.bfloat16
-        assert torch.equal(weight, values), name
+        assert values.dtype == torch.bfloat16
+        if isinstance(mine, BlockwiseFP8Tensor):  # transformers 5.24 keeps routers in fp32
+            assert weight.dtype == values.dtype
+        assert torch.equal(weight.bfloat16(), values), name
     assert not weights
     assert_tied(made, kind)
     assert_tied(ours, kind)

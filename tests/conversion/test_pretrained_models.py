@@ -96,9 +96,9 @@ def test_a_checkpoint_that_transformers_dequantized_is_saved_in_high_precision(
         tmp_path / "fp8", dtype="auto", quantization_config=how
     )
     convert(model.requires_grad_(not frozen), skip_small=False)
-    rules = model._weight_conversions
+    rules = vars(model).get("_weight_conversions")  # transformers 5.24 drops them here
     model.save_pretrained(tmp_path / "again")
-    assert model._weight_conversions is rules
+    assert vars(model).get("_weight_conversions") is rules
     written, plain = (load_file(tmp_path / x / "model.safetensors") for x in ("again", "plain"))
     assert {name: (x.dtype, x.shape) for name, x in written.items()} == {
         name: (x.dtype, x.shape) for name, x in plain.items()
