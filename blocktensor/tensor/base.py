@@ -369,7 +369,7 @@ def _into_masters(
     Raises:
         ValueError: a result has another shape than its ``out``; no weight has changed.
     """
-    made = {name: torch.empty(0, dtype=w.dtype, device=w.device) for name, w in outs.items()}
+    made = {n: torch.empty(w.shape, dtype=w.dtype, device=w.device) for n, w in outs.items()}
     results = on_master(func, args, {**kwargs, **made})
     for name, w in outs.items():
         if made[name].shape != w.shape:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, functional
+from tests.support.compiling import fresh
 from tests.support.models import SQUARE, complaint, linear, plain, randn
 from tests.support.steps import assert_bits, step
 
@@ -155,6 +156,7 @@ FACTORIES: dict[str, Callable[..., Tensor]] = {
     "ones": lambda w: torch.ones(w.shape, out=w),
     "randn": lambda w: torch.randn(w.shape, out=w),
     "bernoulli": lambda w: torch.bernoulli(torch.full(w.shape, 0.5), out=w),
+    "arange": lambda w: torch.arange(w.numel(), out=w),
     "resize_": lambda w: w.resize_(w.shape).mul_(2),
     "resize_as_": lambda w: w.resize_as_(torch.ones(w.shape)).mul_(2),
 }
@@ -170,6 +172,20 @@ def test_values_are_made_in_a_weight_of_their_shape(name: str) -> None:
         assert FACTORIES[name](each) is each
     assert torch.equal(w.master, values)
     assert torch.equal(F.linear(x, w), functional.linear(x, values))
+
+
+def test_results_in_a_weight_in_a_compiled_graph() -> None:
+    def add(w: Tensor) -> Tensor:
+        with torch.no_grad():
+            torch.add(values, w, out=w.data)
+        return w.data.sum()
+
+    w, values = linear(128, 192).weight, randn(128, 192)
+    wanted = plain(w) + values
+    with fresh():
+        total = torch.compile(add, backend="aot_eager", fullgraph=True)(w)
+    assert torch.equal(w.master, wanted)
+    assert torch.equal(total, wanted.sum())
 
 
 INTO: dict[str, Callable[[Tensor], object]] = {
