@@ -147,8 +147,7 @@ def fp8_checkpoint(
 
     Raises:
         CheckpointError: as :func:`blocktensor.load_fp8`; a tensor of 8 bits or fewer that would be
-            loaded by value, without its scales; weights in FP8 under names that the model does not
-            have.
+            loaded by value, without its scales; weights in FP8 none of which the model has.
     """
     dtypes = {name: dtype for name, x in state.items() if _is_small(dtype := _dtype(x))}
     if not dtypes:
@@ -164,12 +163,7 @@ def fp8_checkpoint(
     }
     kind = type(model).__name__
     if not targets:
-        found = {
-            name: _shape(state[name])
-            for name, dtype in dtypes.items()
-            if dtype in _E4M3 and any(x in state for x in names_of_scales(name))
-        }
-        _check_places(files[0] if files else "state_dict", kind, found, tensors, reader.names)
+        _check_names(kind, state, reader.names, tensors)
         return None
     name = next(iter(targets))
     if not files or not all(file.endswith(".safetensors") for file in files):
@@ -194,9 +188,8 @@ def fp8_checkpoint(
                 f"may rename, join and split; dequantize them with the library that wrote them, "
                 f"then convert"
             )
-    left = {name: x.shape for name in matched.unexpected if (x := entries[name]).is_fp8}
-    _check_single(folder, matched, _reader(model, {x: state[x] for x in left}, rules))
-    _check_places(folder, kind, left, tensors, matched.sources)
+    left = {name: x for name in matched.unexpected if (x := entries[name]).is_fp8}
+    _check_left(folder, kind, matched, _reader(model, {x: state[x] for x in left}, rules), tensors)
     # what transformers loads is left to it: in high precision it may do more than rename
     ours = {name: x for name, x in matched.sources.items() if x.is_fp8 or x.whole}
     read = {entry.name for x in ours.values() for entry in (*x.weights, *x.scales)}
@@ -208,13 +201,46 @@ def _reader(model: nn.Module, state: Mapping[str, Any], rules: Rules) -> Pretrai
     return PretrainedReader("", model, entries, rules)
 
 
-def _check_single(folder: Path, matched: Matched, reader: PretrainedReader) -> None:
-    """Raise CheckpointError if FP8 weights are left that belong to a tensor with other sources.
+def _check_names(
+    kind: str, state: Mapping[str, Any], found: Container[str], tensors: Mapping[str, torch.Tensor]
+) -> None:
+    """Raise CheckpointError if FP8 weights, none of which the model has, have shapes that it lacks.
 
     Args:
-        folder: of the checkpoint, for messages.
+        kind: of the model, for messages.
+        state: the stored tensors.
+        found: the names of the tensors of the model that get values.
+        tensors: of the model, by name.
+    """
+    stored = {
+        name: _shape(x)[-2:]
+        for name, x in state.items()
+        if _dtype(x) in _E4M3 and any(scale in state for scale in names_of_scales(name))
+    }
+    held = {id(x) for name, x in tensors.items() if name in found}  # also under tied names
+    lacking = [
+        name
+        for name, x in tensors.items()
+        if id(x) not in held and tuple(x.shape[-2:]) in stored.values()
+    ]
+    if lacking:
+        raise CheckpointError(
+            f"none of {len(stored)} tensors in FP8 ({some([*stored])}) belongs to a {kind}, whose "
+            f"{some(lacking)} would get no values: load the class that the checkpoint was saved "
+            f"from, and take its part, or give from_pretrained a key_mapping"
+        )
+
+
+def _check_left(
+    folder: Path, kind: str, matched: Matched, reader: PretrainedReader, tensors: Mapping[str, Any]
+) -> None:
+    """Raise CheckpointError if FP8 weights are left that belong to the model.
+
+    Args:
+        folder, kind: of the checkpoint and the model, for messages.
         matched: what was found of the model.
         reader: of the FP8 weights that were left.
+        tensors: of the model.
     """
     for target in (*reader.names, *reader.failed, *reader.mismatched):
         source, others = matched.sources.get(target), reader.names.get(target, reader.stored)
@@ -223,34 +249,13 @@ def _check_single(folder: Path, matched: Matched, reader: PretrainedReader) -> N
             f"{folder}: tensors {found} and {min(others)!r} would both be loaded into {target!r}, "
             f"in FP8: remove one of them"
         )
-
-
-def _check_places(
-    where: Path | str,
-    kind: str,
-    left: Mapping[str, Sequence[int]],
-    tensors: Mapping[str, torch.Tensor],
-    found: Container[str],
-) -> None:
-    """Raise CheckpointError if FP8 weights are left, and tensors of their shapes get no values.
-
-    Args:
-        where, kind: the checkpoint and the class of the model, for messages.
-        left: the shapes of the weights, by name.
-        tensors: of the model, by name.
-        found: the names of those that get values.
-    """
-    held = {id(x) for name, x in tensors.items() if name in found}  # also under tied names
-    without = {name: tuple(x.shape[-2:]) for name, x in tensors.items() if id(x) not in held}
-    lost = [name for name, shape in left.items() if tuple(shape[-2:]) in without.values()]
-    if lost:
-        shapes = {tuple(left[name][-2:]) for name in lost}
-        lacking = [name for name, shape in without.items() if shape in shapes]
-        raise CheckpointError(
-            f"{where}: {len(lost)} tensors in FP8 ({some(lost)}) have other names in a {kind}, "
-            f"whose {some(lacking)} would get no values: load the class that the checkpoint was "
-            f"saved from, and take its part, or give from_pretrained a key_mapping"
-        )
+    without = tensors.keys() - matched.sources.keys()
+    for name in reader.stored:
+        if any(x.endswith(f".{name}") or name.endswith(f".{x}") for x in without):
+            raise CheckpointError(
+                f"{folder}: tensor {name!r} is in FP8 and has another name in a {kind}: load it "
+                f"into the class that the checkpoint was saved from, and take its part"
+            )
 
 
 def _dtype(x: Any) -> str:

@@ -381,18 +381,16 @@ def test_other_names_are_refused(renamed: Callable[[str], str], tmp_path: Path) 
     for name in [x for x in tensors if UP in x]:
         tensors[renamed(name)] = tensors[name].clone() if has_both else tensors.pop(name)
     rewritten(tmp_path, tensors)
-    why = "would both be loaded into" if has_both else r"1 tensors in FP8 .* have other names"
+    why = "would both be loaded into" if has_both else "in FP8 and has another name in a Llama"
     with pytest.raises(CheckpointError, match=why):
         loaded(tmp_path, dtype="auto")
 
 
-@pytest.mark.parametrize("which", ["proj", "q_proj"], ids=["all", "some"])
-def test_names_that_the_model_does_not_have_are_refused(which: str, tmp_path: Path) -> None:
+def test_names_none_of_which_the_model_has_are_refused(tmp_path: Path) -> None:
     wanted = frozen_in_fp8(llama(), tmp_path)
-    renamed = {name.replace(which, "theirs_" + which): x for name, x in read(tmp_path).items()}
+    renamed = {name.replace("proj", "theirs_proj"): x for name, x in read(tmp_path).items()}
     rewritten(tmp_path, renamed)
-    why = rf"{14 if which == 'proj' else 2} tensors in FP8 .*theirs_.* have other names in a Llama"
-    with pytest.raises(CheckpointError, match=why):
+    with pytest.raises(CheckpointError, match=r"none of 14 tensors in FP8 .*theirs_.* belongs to"):
         loaded(tmp_path, choices(frozen=True), dtype="auto")
     found = loaded(tmp_path, choices(frozen=True), dtype="auto", key_mapping={"theirs_": ""})
     assert_same(values(found), wanted)
