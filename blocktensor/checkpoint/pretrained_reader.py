@@ -110,8 +110,8 @@ class PretrainedReader:
             raise CheckpointError(
                 f"transformers could not be asked what it would load into this "
                 f"{kind_of(self._model)} ({type(error).__name__}: {error}): expected "
-                f"{PROGRESS_BAR.versions}, whose functions blocktensor knows, and a class whose own "
-                f"methods run on meta tensors"
+                f"{PROGRESS_BAR.versions}, whose functions blocktensor knows, and a class whose "
+                f"own methods run on meta tensors"
             ) from error
 
     @torch.inference_mode(False)  # transformers fails on tensors made there
