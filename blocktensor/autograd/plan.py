@@ -318,6 +318,7 @@ def _checked_output_dtype(
 
 
 def _refuse_export(w: Tensor) -> None:
+    """Refuse a trainable weight in ``torch.export``: see :func:`refuse_export`."""
     refuse_export(
         f"an FP8 linear layer whose weight {list(w.shape)} is trained",
         "Call blocktensor.freeze(model) before, or export under torch.no_grad() a program that "

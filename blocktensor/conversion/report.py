@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from numbers import Integral
 
 import torch
 
+from ..ops.checks import is_integer
 from ..text_table import Report, Table, collapse, human_bytes
 
 ALREADY = "already converted"
@@ -58,7 +58,7 @@ class MinSizes:
 
     def __post_init__(self) -> None:
         for name, size in vars(self).items():
-            if not isinstance(size, Integral) or isinstance(size, bool):
+            if not is_integer(size):
                 raise TypeError(f"MinSizes({name}={size!r}): expected an integer, 0 or more")
             if size < 0:
                 raise ValueError(f"MinSizes({name}={size}): expected 0 or more")

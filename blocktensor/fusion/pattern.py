@@ -108,7 +108,10 @@ class Pattern:
 
     @classmethod
     def why_unwatched(cls, module: nn.Module) -> str:
-        """Return why the forward is not to be replaced: it was, or none could notice changes."""
+        """Return why ``fuse`` must not replace the forward; empty if it may.
+
+        It was replaced before, or later forwards could not notice a change of what it reads.
+        """
         if "forward" in module.__dict__:
             return "its forward was replaced on the instance"
         try:

@@ -34,7 +34,7 @@ def adapters_of(model: nn.Module) -> set[nn.Module]:
 def names_without_adapters(model: nn.Module) -> dict[nn.Module, str]:
     """Return the name of each module; one that peft has wrapped has the name of its wrapper.
 
-    So have the copies of it that peft trains. Names of modules in it are as without a wrapper.
+    The copies that peft trains have the name, too. Names of modules in it are as without a wrapper.
     """
     names: dict[nn.Module, str] = {}
     for name, module in model.named_modules():

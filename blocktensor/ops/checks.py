@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from numbers import Integral
+from typing import TypeGuard
 
 from torch import Tensor, dtype, finfo, float16, float32, int32, jagged, strided, where
 from torch import bfloat16 as bf16
@@ -149,6 +151,11 @@ def same_device(a: Tensor, b: Tensor, what_a: str, what_b: str) -> None:
         raise ValueError(
             f"{what_a} is on {a.device} and {what_b} on {b.device}: move them to one device"
         )
+
+
+def is_integer(x: object) -> TypeGuard[int]:
+    """Return True for integers; a bool is none."""
+    return isinstance(x, Integral) and not isinstance(x, bool)
 
 
 def tensor(x: object, name: str) -> None:

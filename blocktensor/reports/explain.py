@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from numbers import Integral
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch import nn
 from ..conversion.fast_path import FastPath
 from ..model.matrix import all_fp8_weights
 from ..model.weights import experts_per_token
-from ..ops.checks import HIGH_PRECISION
+from ..ops.checks import HIGH_PRECISION, is_integer
 from ..ops.devices import CARDS, HOPPER, Card, capability, card
 from ..ops.formats import BlockFormat
 from ..ops.gemm.choose_backend import GemmProblem, choose_gemm, predict_gemm
@@ -143,7 +142,7 @@ def explain(
         raise TypeError(
             f"explain takes a model, or a list of shapes (M, N, K): got a {type(given).__name__}"
         )
-    if not _is_integer(tokens):
+    if not is_integer(tokens):
         raise TypeError(f"tokens={tokens!r} is a {type(tokens).__name__}: expected an integer")
     if tokens < 0:
         raise ValueError(f"tokens={tokens}: expected the rows of an input, 0 or more")
@@ -176,7 +175,7 @@ def explain(
     shapes: Sequence[Any] = model_or_shapes
     for shape in shapes:
         is_shape = isinstance(shape, Sequence) and len(shape) == 3
-        if not is_shape or not all(_is_integer(size) and size >= 0 for size in shape):
+        if not is_shape or not all(is_integer(size) and size >= 0 for size in shape):
             raise ValueError(
                 f"shape {shape!r}: expected (M tokens, N out, K in), integers from 0 on"
             )
@@ -185,10 +184,6 @@ def explain(
         matmuls += of_layer
         times += _times_of(of_layer, shape, of_shapes, (dtype, dtype), asked)
     return Explanation(tuple(matmuls), _fast_path({asked}), tuple(times))
-
-
-def _is_integer(x: object) -> bool:
-    return isinstance(x, Integral) and not isinstance(x, bool)
 
 
 def _device(device: torch.device | str | None) -> torch.device | Card:

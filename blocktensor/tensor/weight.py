@@ -136,7 +136,7 @@ class BlockwiseFP8Weight(MasterBase):
     @functools.cached_property
     def master(self) -> Tensor:  # type: ignore[override]
         """The high-precision values, ``[N, K]`` or ``[E, N, K]``, as a plain tensor."""
-        # of a late copy: other weights store the master as an attribute
+        # late copies alone compute it here: other weights store it as an attribute
         cache = self._late.own() if isinstance(self._late, LateCopy) else self.cache
         return self._oriented(cache.master) if self._traced is None else self._traced
 

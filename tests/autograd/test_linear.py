@@ -83,7 +83,7 @@ def test_leading_dimensions(shape: tuple[int, ...], device: torch.device) -> Non
 @pytest.mark.parametrize("backward", ["fp8", "high_precision", "dequantized"])
 @pytest.mark.parametrize("features", [(0, 384), (256, 0), (0, 0)], ids=str)
 def test_no_features(features: tuple[int, int], backward: Any, device: torch.device) -> None:
-    """Of a layer whose features are all pruned, say."""
+    """All features of a layer may be pruned."""
     n, k = features
     module = nn.Linear(k, n, device=device)
     to_blockwise_fp8_weights(module, Recipe(backward=backward))

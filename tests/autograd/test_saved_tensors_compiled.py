@@ -15,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from blocktensor import saved_tensors_in_fp8
+from tests.support.compiling import reads_grad
 from tests.support.models import randn
 from tests.support.numeric import relative_error
 from tests.support.saved import K, T, assert_bits, data, gradients, model, rounding, small_model
@@ -272,7 +273,7 @@ def test_a_context_in_a_compiled_function() -> None:
         torch.compile(run, backend="eager", fullgraph=True)(data())
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@reads_grad
 def test_a_compiled_function_that_runs_eagerly() -> None:
     """Dynamo gives up at the context, and must not trace what enters it and what packs."""
     torch._dynamo.reset()

@@ -1,4 +1,4 @@
-"""What transformers would load, where its functions fail or are missing."""
+"""Ask transformers what it would load: its functions may fail, or be missing."""
 
 from __future__ import annotations
 

@@ -30,6 +30,13 @@ def row(name: str, card: str = "h200", **wanted: object) -> Row:
     return found
 
 
+def host(kind: str, op: str) -> list[Row]:
+    """The rows of host times of an op, forward and backward, with one number of tokens."""
+    found = rows("host", **{"in": kind})
+    begin = f"{op} forward+backward"
+    return [x for x in found if x["op"].startswith(begin) and "other rows" not in x["op"]]
+
+
 def x(factor: float, digits: int = 2) -> str:
     return f"{factor:.{digits}f}x"
 
@@ -47,12 +54,8 @@ def readme() -> Iterator[str]:
         for policy in ("fp8", "fp8, fused", "fp8, fused, cache_weight=False")
     ]
     yield "at {} (with `fuse` {}; with `cache_weight=False` too {})".format(*blocks)
-    host = [
-        each["over_bf16"]
-        for each in rows("host", **{"in": "fp8"})
-        if each["op"].startswith("linear forward+backward") and "other rows" not in each["op"]
-    ]
-    yield f"an FP8 linear layer takes {span(host)} of bf16's in eager mode"
+    linear = [each["over_bf16"] for each in host("fp8", "linear")]
+    yield f"an FP8 linear layer takes {span(linear)} of bf16's in eager mode"
     lora = [
         row("lora", variant="fp8", adapters=f"adapters in {dtype}", sequences=4)
         for dtype in ("fp32", "bf16")
@@ -178,16 +181,12 @@ def saved_tensors() -> Iterator[str]:
 
 
 def moe() -> Iterator[str]:
-    host = {
-        kind: [
-            each["host_us"] / 1000
-            for each in rows("host", **{"in": kind})
-            if each["op"].startswith("experts forward+backward") and "other rows" not in each["op"]
-        ]
+    ms = {
+        kind: [each["host_us"] / 1000 for each in host(kind, "experts")]
         for kind in ("bf16", "fp8", "fp8, fused")
     }
-    yield f"needs {span(host['fp8'], '', 1)} ms for the experts of a layer"
-    yield f"and {span(host['fp8, fused'] + host['bf16'], '', 1)} ms fused or in bf16"
+    yield f"needs {span(ms['fp8'], '', 1)} ms for the experts of a layer"
+    yield f"and {span(ms['fp8, fused'] + ms['bf16'], '', 1)} ms fused or in bf16"
     layers = [each for each in rows("experts") if each["what"] == "layer"]
     shared = [each for each in layers if each["variant"] == "fp8, inputs shared"]
     fused = [each for each in layers if each["variant"] == "fp8, fused"]
@@ -224,7 +223,7 @@ PAGES = {
     "docs/guides/recipes.md": recipes,
     "docs/guides/saved_tensors.md": saved_tensors,
 }
-"""What each page says, with the figures of today's results."""
+"""The statements of each page, with the figures of today's results."""
 
 
 @pytest.mark.parametrize("page", PAGES)

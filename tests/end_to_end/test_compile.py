@@ -31,6 +31,7 @@ from tests.support.compiling import (
     graphs,
     instantiates,
     ops_in,
+    reads_grad,
 )
 from tests.support.models import linear, randn
 from tests.support.steps import assert_bits, step
@@ -203,8 +204,7 @@ PARTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-# Dynamo reads it
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@reads_grad
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("part", PARTS)
 def test_a_graph_whose_input_is_a_part_of_a_weight_that_is_written(part: str, frozen: bool) -> None:
@@ -271,8 +271,7 @@ def test_export_of_a_cast_with_a_gradient(strict: bool) -> None:
         assert torch.equal(program(x), model(x))
 
 
-# Dynamo hides it, and an error comes before that.
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@reads_grad
 @pytest.mark.parametrize("recipe", [Recipe(), POWER_OF_TWO_ROWS])
 def test_an_activation_that_a_graph_casts_enters_another(recipe: Recipe) -> None:
     model = mlp(recipe)[0]

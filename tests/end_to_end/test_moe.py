@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from blocktensor import BlockwiseFP8Weight, audit, convert, functional
-from tests.support.compiling import fresh, instantiates
+from tests.support.compiling import fresh, instantiates, reads_grad
 from tests.support.models import randn
 from tests.support.moe_models import TOKENS, GroupedExperts, TitanMoE, transformers_moe
 from tests.support.numeric import relative_error
@@ -107,7 +107,7 @@ def test_an_implementation_that_copies_experts_is_refused(mode: Callable[[], Any
 @needs_transformers
 @pytest.mark.slow
 @instantiates
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@reads_grad
 def test_experts_one_by_one_run_between_graphs() -> None:
     """Their loop over the experts with tokens breaks the graph; operations on weights run as is."""
     with fresh():

@@ -36,7 +36,7 @@ from blocktensor.autograd import any_linear
 from blocktensor.patches import EXPERT_ADAPTERS
 from blocktensor.tensor.adapted import AdaptedWeight, LowRank
 from tests.support.asserts import assert_no_marked_product
-from tests.support.compiling import fresh, graphs, instantiates
+from tests.support.compiling import fresh, graphs, instantiates, reads_grad
 from tests.support.groups import ranges
 from tests.support.models import FP8_TYPES
 from tests.support.moe_models import TOKENS, transformers_moe
@@ -340,7 +340,7 @@ class BreakingSiLU(nn.Module):
 @pytest.mark.slow
 @instantiates
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@reads_grad
 @pytest.mark.parametrize("inner", [False, True], ids=["a break in the experts", "experts alone"])
 def test_gradients_pass_between_graphs(inner: bool) -> None:
     """The adapted stack is an input of the graph of the experts, and must not be an output."""
@@ -361,7 +361,7 @@ def test_gradients_pass_between_graphs(inner: bool) -> None:
 @pytest.mark.slow
 @instantiates
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@reads_grad
 def test_experts_one_by_one_run_between_graphs() -> None:
     with fresh():
         model = adapted(base(implementation="eager", num_hidden_layers=1))
@@ -373,7 +373,7 @@ def test_experts_one_by_one_run_between_graphs() -> None:
 @pytest.mark.slow
 @instantiates
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@reads_grad
 def test_compiling_after_a_late_import_of_peft_says_what_to_import() -> None:
     """Peft's parametrization breaks the graph between the adapted stack and its matmul."""
     converted = base(num_hidden_layers=1)

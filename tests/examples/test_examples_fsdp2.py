@@ -27,6 +27,7 @@ if not dist.is_available():
 
 from blocktensor import convert, fuse
 from tests.support import ranks
+from tests.support.compiling import reads_grad
 from tests.support.ranks import on_ranks
 from tests.support.scripts import EXAMPLES, Load, examples
 
@@ -208,9 +209,7 @@ def test_pretends_to_be_one_of_many(
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings(
-    "ignore:The .grad attribute of a Tensor that is not a leaf"
-)  # Dynamo reads it
+@reads_grad
 def test_blocks_compile_whole(
     example: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

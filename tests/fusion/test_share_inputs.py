@@ -23,7 +23,7 @@ from blocktensor import (
 from blocktensor import to_blockwise_fp8_weights as to_fp8
 from blocktensor.autograd.shared_cast import this_thread
 from tests.support.backends import replace_op
-from tests.support.compiling import instantiates
+from tests.support.compiling import instantiates, reads_grad
 from tests.support.fused_kinds import COPIES
 from tests.support.models import FP32_SCALES, POWER_OF_TWO, RECIPES, Trace, complaint, plain, randn
 from tests.support.moe_models import GroupedExperts
@@ -256,7 +256,7 @@ def test_the_hooks_compile_to_nothing(fullgraph: bool) -> None:
 
 
 @instantiates
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@reads_grad
 def test_linear_layers_that_are_compiled_one_by_one() -> None:
     """Before torch 2.14 Dynamo skips the forward of an ``nn.Linear``, so that they share."""
     model = converted(Qkv())

@@ -20,7 +20,7 @@ from blocktensor import audit, audit_step, convert, freeze, share_inputs
 from tests.support import sharded, siblings
 from tests.support.asserts import assert_no_marked_product
 from tests.support.compiling import afresh as afresh
-from tests.support.compiling import graphs
+from tests.support.compiling import graphs, reads_grad
 from tests.support.models import TOKENS, Model, randn
 from tests.support.ranks import on_ranks
 
@@ -241,8 +241,7 @@ def test_recomputed_products_are_labelled(reentrant: bool, as_function: bool) ->
     assert ran == wanted
 
 
-# Dynamo reads .grad of the inputs of a region
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@reads_grad
 def test_compiled_regions_run_in_eager_mode_and_stay_compiled() -> None:
     model, eager = converted(Model()), converted(Model())
     model.blocks[0] = torch.compile(model.blocks[0], backend="aot_eager")

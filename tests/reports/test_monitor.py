@@ -29,6 +29,7 @@ from blocktensor.ops import reference
 from blocktensor.ops.formats import BlockFormat
 from blocktensor.reports import Health, Monitor
 from tests.support.asserts import no_synchronization
+from tests.support.compiling import reads_grad
 from tests.support.mlps import MLP, K
 from tests.support.models import RECIPES, linear, randn
 from tests.support.moe_models import TitanMoE
@@ -139,7 +140,7 @@ def converted(**options: Any) -> Model:
 LAYERS = ["k", "mlp.down_proj", "mlp.gate_proj", "mlp.up_proj", "q"]
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@reads_grad
 @pytest.mark.parametrize("way", ["plain", "fused, checkpointed", "shared", "offloaded", "compiled"])
 def test_a_measured_step_has_the_bits_of_others(way: str) -> None:
     model: Any = converted(checkpoints="checkpointed" in way)

@@ -21,6 +21,11 @@ instantiates = pytest.mark.filterwarnings(
 )
 """Dynamo itself instantiates the Functions that it traces."""
 
+reads_grad = pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
+)
+"""Dynamo reads ``.grad`` of a graph's inputs. It hides the warning, but not an error made of it."""
+
 
 class Traced(nn.Linear):
     """A linear layer that ``compile()`` compiles: Dynamo skips the forward of ``nn.Linear``."""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, Recipe, functional
 from blocktensor.tensor.fp8_tensor import Generation
-from tests.support.compiling import afresh, assert_as_eager, graphs, instantiates
+from tests.support.compiling import afresh, assert_as_eager, graphs, instantiates, reads_grad
 from tests.support.models import SQUARE, complaint, in_a_layer, linear, plain, randn
 
 __all__ = ["afresh"]
@@ -345,7 +345,7 @@ def test_compiled_products_have_eager_s_bits(how: str) -> None:
 
 
 @instantiates
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not:UserWarning")
+@reads_grad
 @pytest.mark.parametrize("how", ["bfloat16", "before a transpose", "after a transpose", "a part"])
 def test_a_copy_that_a_graph_returns_is_what_products_cast(how: str) -> None:
     """It has been written by then; no longer is it known whether its memory is handed out."""
@@ -373,7 +373,7 @@ COPIES_OF_PARTS: dict[str, Callable[[Any], Any]] = {
 
 
 @instantiates
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not:UserWarning")
+@reads_grad
 @pytest.mark.parametrize("name", COPIES_OF_PARTS)
 def test_a_copy_of_a_part_begins_where_its_memory_does(name: str) -> None:
     """Compilers, which get it as an input, compare both; so does ``as_strided``."""

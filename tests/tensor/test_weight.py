@@ -199,7 +199,7 @@ def test_a_transposed_weight_stays_transposed(kind: Any) -> None:
 
 
 def test_a_copy_of_a_parameter_has_no_gradient() -> None:
-    """As a copy of a plain parameter: the gradients of its first backward are that backward's."""
+    """A copy of a plain parameter has none: its first backward adds to nothing."""
     for module in pair(N, K):
         tied = nn.ModuleList([module, nn.Linear(K, N, bias=False)])
         tied[1].weight = module.weight

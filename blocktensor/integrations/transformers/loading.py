@@ -204,7 +204,9 @@ def _reader(model: nn.Module, state: Mapping[str, Any], rules: Rules) -> Pretrai
 def _check_names(
     kind: str, state: Mapping[str, Any], found: Container[str], tensors: Mapping[str, torch.Tensor]
 ) -> None:
-    """Raise CheckpointError if FP8 weights, none of which the model has, have shapes that it lacks.
+    """Raise CheckpointError if weights of the shapes of the stored FP8 weights get no values.
+
+    Call it if none of the stored FP8 weights belongs to the model.
 
     Args:
         kind: of the model, for messages.

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from numbers import Integral
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from ...ops.checks import is_integer
 from ...recipe import DEFAULT_RECIPE, Recipe, check_recipe
 
 CardName = Literal["H100", "H200"]
@@ -153,7 +153,7 @@ def form_bytes(rows: int, columns: int) -> float:
 
 
 def _check_count(name: str, value: object) -> None:
-    if not isinstance(value, Integral) or isinstance(value, bool):
+    if not is_integer(value):
         raise TypeError(f"{name}={value!r} is a {type(value).__name__}: expected an integer")
     if value < 1:
         raise ValueError(f"{name}={value}: expected 1 or more")

@@ -24,13 +24,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, Recipe, quantize
 from blocktensor.tensor.torch_internals import aot_autograd as package_source
 from blocktensor.tensor.torch_internals.aot_autograd import plain_tangent, share_storage, source_key
-from tests.support.compiling import afresh, fresh, instantiates
+from tests.support.compiling import afresh, fresh, instantiates, reads_grad
 from tests.support.models import linear, randn
 
 pytestmark = [
     instantiates,
-    # Dynamo reads .grad of a graph's inputs, of which it hides the warning but not the error
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not:UserWarning"),
+    reads_grad,
 ]
 
 __all__ = ["afresh"]
