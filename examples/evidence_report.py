@@ -290,6 +290,7 @@ def write(
     tried: Mapping[str, tuple[str, str]],
     chosen: Mapping[str, str],
     variants: Sequence[str],
+    queue: Sequence[str],
 ) -> None:
     """Write the page ``out`` and its figures from the results in ``folder``.
 
@@ -297,8 +298,10 @@ def write(
         tried: The sizes and options of the set-ups that were not chosen, by name.
         chosen: The options of those that were, by size.
         variants: The variants to compare, bf16 first.
+        queue: The names of all runs, also of those without a result.
     """
     results = read_results(folder)
+    left = ", ".join(name for name in queue if name not in results)
     plots = out.parent / "plots"
     plots.mkdir(parents=True, exist_ok=True)
     found = {model: each for model in MODELS if (each := differences(results, model, variants))}
@@ -335,6 +338,7 @@ def write(
         "`python examples/evidence.py list` shows the runs that are made and those that are left,",
         "`make` makes them, `report` writes this page from their results. The runs of 1.1B",
         "parameters read more text: `kernel_text.py --tokens 100500000`.",
+        *(["", f"Runs that are left: {left}."] if left else []),
         "",
         "## A calm set-up",
         "",
