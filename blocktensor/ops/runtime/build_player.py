@@ -13,6 +13,7 @@ import hashlib
 import importlib.machinery
 import importlib.util
 import os
+import platform
 import shutil
 import stat
 import subprocess
@@ -184,6 +185,7 @@ def _fingerprint(compiler: str) -> str:
         torch.__version__,
         sys.implementation.cache_tag,
         sysconfig.get_platform(),
+        *platform.libc_ver(),  # hosts that share a home may have older libraries
         *_command(compiler),
     )
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
@@ -218,24 +220,25 @@ def _command(compiler: str) -> list[str]:
 
 
 def _compile(command: list[str], path: Path) -> None:
-    """Compile into a file of this process, then move it to ``path``, which is then whole."""
+    """Compile into a folder of this process, then move the file to ``path``: it is whole there."""
     print(
         f"blocktensor: compiling {SOURCE.name} once for torch {torch.__version__} "
         f"(half a minute), into {path.parent}",
         file=sys.stderr,
     )
-    partial = path.with_name(f"{path.stem}-{os.getpid()}.part")
     said = ""
-    try:
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        made = Path(folder) / path.name
         for standard in STANDARDS:
             run = subprocess.run(
-                [*command, f"-std={standard}", "-o", str(partial)], capture_output=True, text=True
+                [*command, f"-std={standard}", "-o", str(made)], capture_output=True, text=True
             )
             if run.returncode == 0:
-                os.replace(partial, path)
+                # where locks do not reach other hosts, one of them may have loaded its file by now:
+                # on network file systems it would crash if the file were replaced
+                if not path.exists():
+                    os.replace(made, path)
                 return
             said = said or run.stderr
-    finally:
-        partial.unlink(missing_ok=True)
     error = next((line for line in said.splitlines() if "error" in line), said[-200:])
     raise CannotBuild(f"{command[0]} cannot compile {SOURCE}: {error}")

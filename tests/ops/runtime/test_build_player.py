@@ -75,19 +75,39 @@ def test_processes_that_begin_together_compile_once(
     assert len(compiler()) == 1
 
 
+def test_a_file_that_another_host_has_compiled_meanwhile_is_kept(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be loaded there; locks do not reach the other hosts of every file system."""
+
+    def compile_on_two_hosts(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        made = Path(command[-1])
+        made.write_text("this host's")
+        (cache / made.name).write_text("the other host's")
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr("subprocess.run", compile_on_two_hosts)
+    path = build_player.built()
+    assert path.read_text() == "the other host's"
+    assert sorted(each.name for each in cache.iterdir()) == ["lock", path.name]
+
+
 @pytest.mark.usefixtures("compiler")
-def test_another_torch_or_source_has_a_file_of_its_own(
+def test_another_torch_library_or_source_has_a_file_of_its_own(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     paths = {build_player.built()}
     with monkeypatch.context() as patched:
         patched.setattr(torch, "__version__", "2.99.0")
         paths.add(build_player.built())
+    with monkeypatch.context() as patched:
+        patched.setattr("platform.libc_ver", lambda: ("glibc", "2.99"))
+        paths.add(build_player.built())
     changed = tmp_path / "player.cpp"
     changed.write_text(build_player.SOURCE.read_text() + "\n")
     monkeypatch.setattr(build_player, "SOURCE", changed)
     paths.add(build_player.built())
-    assert len(paths) == 3
+    assert len(paths) == 4
 
 
 @pytest.mark.usefixtures("compiler")
