@@ -23,6 +23,7 @@ from .fp8_tensor import BlockwiseFP8Tensor
 from .late_copy import LateCopy
 from .operand import Operand
 from .refusals import refuse_rebuilding
+from .torch_internals.callers import layer_runs
 from .weight_cache import ForwardCast, FP8Cache
 
 WEIGHT_OPS: dict[Any, Callable[..., Any]] = {}
@@ -287,10 +288,10 @@ class BlockwiseFP8Weight(MasterBase):
     @classmethod
     def _other_op(cls, func: Any, args: Any, kwargs: Any) -> Any:
         out = on_master(func, args, kwargs)
-        if not torch.is_grad_enabled() or func.overloadpacket in NOT_COMPUTED:
+        # results of linalg: decompositions and inverses, whose derivatives multiply by them
+        if func.overloadpacket in NOT_COMPUTED or "linalg" in func.__name__:
             return out
-        # results of decompositions and inverses, whose derivatives multiply by them
-        return out if "linalg" in func.__name__ else computed_weights(out, args)
+        return computed_weights(out, args)
 
 
 FP8_TYPES = (BlockwiseFP8Weight, BlockwiseFP8Tensor)
@@ -298,13 +299,18 @@ FP8_TYPES = (BlockwiseFP8Weight, BlockwiseFP8Tensor)
 
 
 def computed_weights(out: Any, args: Sequence[Any]) -> Any:
-    """Make results of autograd ops on a weight weights, if they have its shape.
+    """Make results of ops on a weight weights, if they have its shape.
 
-    So matmuls with ``w + b @ a``, ``w * mask`` or a normalised weight also run in FP8.
+    So matmuls with ``w + b @ a``, ``w * mask`` or a normalised weight also run in FP8. Without
+    gradients only a layer computes weights, in an evaluation or in an autograd function; optimizers
+    and averages compute plain values.
     """
+    if not (torch.is_grad_enabled() or layer_runs()):
+        return out
     tensors = [x for x in torch.utils._pytree.tree_leaves(args) if isinstance(x, Tensor)]
     weights = [x for x in tensors if isinstance(x, BlockwiseFP8Weight)]
-    if not weights or not any(x.requires_grad for x in tensors):
+    is_value = torch.is_grad_enabled() and not any(x.requires_grad for x in tensors)
+    if not weights or is_value:
         return out
     # a list: symbolic sizes have no hash
     shapes, recipe = [x.shape for x in weights], weights[0].recipe

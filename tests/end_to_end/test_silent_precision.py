@@ -54,6 +54,19 @@ def parameters_of(m: nn.Linear) -> dict[str, Tensor]:
     return {name: p.detach() for name, p in m.named_parameters()}
 
 
+class Rounded(torch.autograd.Function):
+    """Straight-through rounding to three values, in several operations."""
+
+    @staticmethod
+    def forward(ctx: Any, w: Tensor) -> Tensor:
+        scale = w.abs().amax(1, keepdim=True)
+        return (w / scale).round() * scale
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0]
+
+
 def no_grad(way: Way, mode: Callable[[], Any] = torch.no_grad) -> Way:
     """Without gradients, in a layer."""
     way = in_a_layer(way)
@@ -128,6 +141,20 @@ FP8: dict[str, Way] = {
     "centred": lambda m, x: F.linear(x, m.weight - m.weight.mean(1, keepdim=True)),
     "standardised": lambda m, x: F.linear(x, F.layer_norm(m.weight, (K,))),
     "straight through": lambda m, x: F.linear(x, m.weight + (m.weight.sign() - m.weight).detach()),
+    "no_grad: W + delta": no_grad(lambda m, x: F.linear(x, m.weight + delta())),
+    "no_grad: normalised": no_grad(lambda m, x: F.linear(x, F.normalize(m.weight))),
+    "no_grad: straight through": no_grad(lambda m, x: F.linear(x, Rounded.apply(m.weight))),
+    "autograd function": lambda m, x: F.linear(x, Rounded.apply(m.weight)),
+    "autograd function of a part": lambda m, x: F.linear(x, Rounded.apply(m.weight[:64])),
+    "reentrant, computed": lambda m, x: checkpoint(
+        lambda x: F.linear(x, m.weight * 2), x, use_reentrant=True
+    ),
+    "autograd function, computed again": lambda m, x: checkpoint(
+        lambda x: F.linear(x, Rounded.apply(m.weight)), x, use_reentrant=False
+    ),
+    "reentrant, autograd function": lambda m, x: checkpoint(
+        lambda x: F.linear(x, Rounded.apply(m.weight)), x, use_reentrant=True
+    ),
     "flipped": lambda m, x: F.linear(x, m.weight.flip(0)),
     "rolled": lambda m, x: F.linear(x, m.weight.roll(1, 0)),
     "cat": lambda m, x: F.linear(x, torch.cat([m.weight, m.weight])),
@@ -211,8 +238,10 @@ DOCUMENTED: dict[str, Way] = {
     "flattened": lambda m, x: F.linear(x, m.weight.view(-1).view(N, K)),
     "rows by an index": lambda m, x: F.linear(x, m.weight[torch.randperm(N)]),
     "a row": lambda m, x: x @ m.weight[0],
-    "no_grad: W + delta": no_grad(lambda m, x: F.linear(x, m.weight + 1)),
     "no_grad: outside of layers": torch.no_grad()(lambda m, x: x @ m.weight),
+    "no_grad: W + delta, outside of layers": torch.no_grad()(
+        lambda m, x: F.linear(x, m.weight + 1)
+    ),
     "no_grad: of weights alone": no_grad(lambda m, x: m.weight @ m.weight.t()),
     "no_grad: corrcoef": no_grad(lambda m, x: torch.corrcoef(m.weight)),
     "no_grad: cov": no_grad(lambda m, x: torch.cov(m.weight)),

@@ -175,8 +175,7 @@ def _added(func: Any, *args: Any, **kwargs: Any) -> Any:
     if any(isinstance(x, FP8Base) for x in args[1:]):
         _unsupported_matmul(func)
     if isinstance(args[0], BlockwiseFP8Weight):
-        out = on_master(func, args, kwargs)
-        return computed_weights(out, args) if torch.is_grad_enabled() else out
+        return computed_weights(on_master(func, args, kwargs), args)
     return _computed(func, *args, **kwargs)
 
 

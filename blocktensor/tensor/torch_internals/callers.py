@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Any
 
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 APPLY = "torch.nn.modules.module", "_apply"
 """Moves and converts the parameters of a module one by one (``.to()``, ``.double()``)."""
@@ -76,9 +77,10 @@ _LAYERS = {
     ("torch.nn.modules.module", "_call_impl"): True,
     ("torch.autograd.function", "apply"): True,
     ("torch.optim.optimizer", "wrapper"): False,
+    ("torch.autograd.graph", "_engine_run_backward"): False,
 }
 """True for functions that call a layer: the forward of a module with its hooks, or a direction of
-an autograd function. False for the step of an optimizer."""
+an autograd function. False for the step of an optimizer, and for autograd's own formulas."""
 
 _NAMES = {name for _, name in _LAYERS}
 
@@ -86,9 +88,11 @@ _NAMES = {name for _, name in _LAYERS}
 def layer_runs() -> bool:
     """Return True while a layer runs in this thread: what it multiplies by a weight is its input.
 
-    A layer is a module, an autograd function, or any function named ``forward``. An optimizer that
-    one of them calls is none.
+    A layer is a module, an autograd function, or any function named ``forward``. An optimizer or a
+    backward that one of them calls is none. Compilers do not know who calls: while one traces, a
+    layer runs, unless it traces a backward.
     """
+    compiles = is_compiling()
     for frame in _frames(sys._getframe(1)):
         name = frame.f_code.co_name
         if name == "forward":
@@ -96,8 +100,8 @@ def layer_runs() -> bool:
         if name in _NAMES:
             is_layer = _LAYERS.get((frame.f_globals.get("__name__", ""), name))
             if is_layer is not None:
-                return is_layer
-    return False
+                return is_layer or (compiles and name == "wrapper")
+    return compiles
 
 
 def _frames(inner: FrameType | None) -> Iterator[FrameType]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from blocktensor import BlockwiseFP8Weight, functional
 from tests.support.models import POWER_OF_TWO, RECIPES, linear, plain, randn
@@ -83,6 +84,140 @@ def test_what_autograd_computes_of_a_weight_is_a_weight(compute: Callable[..., T
     assert torch.equal(y, wanted)
     y.square().sum().backward(), wanted.square().sum().backward()
     torch.testing.assert_close(w.grad, leaf.grad)
+
+
+class Rounded(torch.autograd.Function):
+    """Straight-through rounding, in several operations."""
+
+    @staticmethod
+    def forward(ctx: Any, w: Tensor) -> Tensor:
+        scale = w.abs().amax(1, keepdim=True)
+        return (w / scale).round() * scale
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0]
+
+
+class WithSetup(Rounded):
+    """The same without a ctx in its forward."""
+
+    @staticmethod
+    def forward(w: Tensor) -> Any:  # type: ignore[override]
+        return Rounded.forward(None, w)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None: ...
+
+
+class Pair(torch.autograd.Function):
+    """Two weights, one of them with an adapter, and values of another shape."""
+
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu")
+    def forward(ctx: Any, w: Tensor, b: Tensor, a: Tensor) -> Any:
+        ctx.save_for_backward(b, a)
+        return w * 2, torch.addmm(w, b, a), w.sum(0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        double, both, of_sum = grads
+        b, a = ctx.saved_tensors
+        return 2 * double + both + of_sum, both @ a.t(), b.t() @ both
+
+
+@torch.library.custom_op("tests_of_computed_weights::tripled", mutates_args=())
+def tripled(w: Tensor) -> Tensor:
+    return w * 3
+
+
+tripled.register_fake(torch.empty_like)
+tripled.register_autograd(lambda ctx, grad: grad * 3)
+B, A = randn(256, 4, seed=1, dtype=torch.float32), randn(4, 256, seed=2, dtype=torch.float32)
+
+
+def of_pair(w: Tensor) -> Tensor:
+    double, both, _ = Pair.apply(w, B.requires_grad_(), A)
+    return double + both
+
+
+def in_first_pass(w: Tensor) -> Tensor:
+    made: Tensor = checkpoint(lambda w: (w * 2).flip(0), w, use_reentrant=True)
+    return made
+
+
+OF_FUNCTIONS: list[Callable[[Tensor], Tensor]] = [
+    Rounded.apply,
+    WithSetup.apply,
+    of_pair,
+    tripled,
+    in_first_pass,
+    lambda w: checkpoint(Rounded.apply, w, use_reentrant=False),
+]
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by Dynamo
+@pytest.mark.parametrize("way", ["eager", "compiled"])
+@pytest.mark.parametrize("compute", OF_FUNCTIONS)
+def test_what_an_autograd_function_computes_of_a_weight_is_a_weight(
+    compute: Callable[..., Tensor], way: str
+) -> None:
+    """Gradients are off in its forward, and autograd records its result."""
+    w, x = linear(256, 256, dtype=torch.float32).weight, randn(3, 256, dtype=torch.float32)
+    leaf = plain(w).requires_grad_()
+
+    def run(w: Tensor) -> Tensor:
+        return F.linear(x, compute(w))
+
+    if way == "eager":
+        assert type(compute(w)) is BlockwiseFP8Weight
+    torch._dynamo.reset()
+    made = run(w) if way == "eager" else torch.compile(run, backend="aot_eager")(w)
+    wanted = functional.linear(x, compute(leaf))
+    assert torch.equal(made, wanted)
+    made.square().sum().backward(), wanted.square().sum().backward()
+    assert torch.equal(w.grad, leaf.grad)
+
+
+def test_a_gradient_that_autograd_computes_of_a_weight_is_plain() -> None:
+    """A forward that calls backward (Lightning's ``training_step``) does not compute it."""
+    w, d = linear(256, 256, dtype=torch.float32).weight, randn(256, 256, dtype=torch.float32)
+    leaf, of_hook = plain(w).requires_grad_(), []
+    w.register_hook(lambda grad: of_hook.append(grad * w))
+
+    def forward(w: Tensor) -> None:
+        (w * w * d).square().sum().backward()
+
+    forward(w), forward(leaf)
+    assert torch.equal(w.grad, leaf.grad)
+    assert [type(x) for x in (w.grad, *of_hook)] == [Tensor, Tensor]
+
+
+def test_what_an_optimizer_computes_in_an_autograd_function_is_plain() -> None:
+    w = linear(256, 256, dtype=torch.float32).weight
+    made: list[Any] = []
+
+    class Decay(torch.optim.Optimizer):
+        def step(self, closure: Any = None) -> None:
+            made.append(w * 0.5)
+
+    class Steps(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            made.append(w * 2)
+            Decay([w], {}).step()
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            made.append(w * 3)
+            return grads[0]
+
+    y = Steps.apply(randn(3, dtype=torch.float32, grad=True))
+    y.sum().backward()
+    Steps.apply(randn(3))
+    kinds = [BlockwiseFP8Weight, Tensor, BlockwiseFP8Weight]  # forward, its optimizer, backward
+    assert [type(x) for x in made] == [*kinds, *kinds[:2]]
 
 
 def test_what_is_computed_without_gradients_or_in_another_shape_is_plain() -> None:
