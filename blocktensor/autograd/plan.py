@@ -22,7 +22,7 @@ from ..ops.runtime.specialize import PLAIN, Decisions, must_dispatch
 from ..patches import COMPILE_CACHE_KEY
 from ..recipe import DEFAULT_RECIPE, Recipe
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
-from ..tensor.refusals import check_grid, check_scaling
+from ..tensor.refusals import check_grid, check_scaling, refuse_torch_func
 from ..tensor.weight import FP8_TYPES, BlockwiseFP8Weight
 from ..tensor.weight_cache import ONE_READ_BYTES, FP8Cache
 from .pipelining import LOSES_GRAPHS, watch_halves
@@ -235,11 +235,7 @@ def _refuse_surroundings(x: Tensor) -> None:
             "torch.compile"
         )
     if torch._C._are_functorch_transforms_active():
-        raise NotImplementedError(
-            "an FP8 linear layer under torch.func (grad, vmap, jvp, jacrev, ...), which has no "
-            "rule for it: use torch.autograd, or leave these modules unconverted "
-            "(convert(..., skip=[...]))"
-        )
+        refuse_torch_func()
 
 
 def recipe_of(x: Tensor, w: Tensor, recipe: Recipe | None) -> Recipe:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..ops.runtime.specialize import PLAIN
 from .base import MasterBase
-from .torch_internals.callers import layer_runs
+from .torch_internals.callers import in_torch_func, layer_runs
 
 
 def is_arithmetic(factors: Sequence[Tensor]) -> bool:
@@ -25,8 +25,8 @@ def is_arithmetic(factors: Sequence[Tensor]) -> bool:
     - all FP8 factors have masters, and all others are plain;
     - autograd records nothing, or the weights are detached: peft merges the rotations of adapters,
       whose gradients are recorded, into ``weight.data``;
-    - no layer runs, or all factors are weights. Compilers do not know if a layer runs: while one
-      traces, only matmuls of weights alone are arithmetic.
+    - no layer runs, or all factors are weights. Compilers and ``torch.func`` do not know if a layer
+      runs: while they do, only matmuls of weights alone are arithmetic.
     """
     weights = [x for x in factors if isinstance(x, MasterBase)]
     if not weights or not all(type(x) in PLAIN or isinstance(x, MasterBase) for x in factors):
@@ -35,7 +35,7 @@ def is_arithmetic(factors: Sequence[Tensor]) -> bool:
         is_recorded = torch.is_grad_enabled() and any(x.requires_grad for x in factors)
         if is_recorded and not all(_is_detached(x) for x in weights):
             return False
-    return len(weights) == len(factors) or not layer_runs()
+    return len(weights) == len(factors) or not (layer_runs() or in_torch_func())
 
 
 def _is_detached(weight: MasterBase) -> bool:

@@ -56,6 +56,15 @@ def refuse(func: Any) -> NoReturn:
     )
 
 
+def refuse_torch_func() -> NoReturn:
+    """Raise for a matmul in a transform of ``torch.func``, which no override would see."""
+    raise NotImplementedError(
+        "an FP8 linear layer under torch.func (grad, vmap, jvp, jacrev, ...), which has no rule "
+        "for it: use torch.autograd, and a loop in place of vmap, or leave these modules "
+        "unconverted (convert(..., skip=[...]))"
+    )
+
+
 def refuse_one_tensor(*_: Any) -> NoReturn:
     """Raise for ``torch.distributed.checkpoint``, which would store FP8 bytes as one tensor."""
     raise NotImplementedError(

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call, grad, jacrev, jvp, stack_module_state, vmap
+from torch.func import functional_call, grad, jacrev, jvp, stack_module_state, vjp, vmap
 from torch.nn.utils import parametrizations, parametrize, prune, weight_norm
 from torch.utils.checkpoint import checkpoint
 
@@ -227,6 +227,13 @@ ERRORS: dict[str, Way] = {
     "jacrev": lambda m, x: jacrev(m)(x),
     "jvp": lambda m, x: jvp(m, (x,), (x,)),
     "stack_module_state": stacked,
+    "no_grad: torch.func.grad of weights": no_grad(
+        lambda m, x: grad(lambda p: functional_call(m, p, (x,)).sum())(parameters_of(m))
+    ),
+    "no_grad: vjp": no_grad(lambda m, x: vjp(lambda w: F.linear(x, w), m.weight.detach())),
+    "no_grad: jvp of weights": no_grad(
+        lambda m, x: jvp(lambda w: F.linear(x, w), (m.weight.detach(),), (torch.ones(N, K),))
+    ),
 }
 
 DOCUMENTED: dict[str, Way] = {

@@ -273,3 +273,10 @@ def test_weights_without_masters_stay_in_fp8() -> None:
         )
         with pytest.raises(NotImplementedError, match=r"\.dequantize\(\)"):
             torch.einsum("ij,jk->ik", x, module.weight)
+
+
+@without_gradients
+def test_vmap_over_weights_is_no_arithmetic(off: Any) -> None:
+    stack, x = BlockwiseFP8Weight(randn(2, 256, 256)), randn(4, 256)
+    with off(), pytest.raises(NotImplementedError, match="a loop in place of vmap"):
+        torch.vmap(lambda w: F.linear(x, w))(stack)

@@ -14,7 +14,8 @@ from ...ops.gemm.ops import gemm
 from ..arithmetic import is_arithmetic
 from ..base import FP8Base, implements, on_master
 from ..fp8_tensor import ATEN_OPS, BlockwiseFP8Tensor
-from ..refusals import check_grid, check_scaling, refuse
+from ..refusals import check_grid, check_scaling, refuse, refuse_torch_func
+from ..torch_internals.callers import in_torch_func
 from ..weight import WEIGHT_OPS, BlockwiseFP8Weight, computed_weights
 
 aten = torch.ops.aten
@@ -63,13 +64,17 @@ def _refuse_untracked(func: Any, *operands: Tensor) -> None:
     """Refuse a weight in an aten matmul under autograd: its gradient would be in high precision.
 
     So would the gradient of a weight in a DTensor or under functorch, where ``requires_grad`` is
-    False here.
+    False here, and under functorch the grad mode too.
     """
-    if torch.is_grad_enabled() and any(isinstance(x, BlockwiseFP8Weight) for x in operands):
+    if not any(isinstance(x, BlockwiseFP8Weight) for x in operands):
+        return
+    if in_torch_func():
+        refuse_torch_func()
+    if torch.is_grad_enabled():
         raise NotImplementedError(
             f"{func} reached a BlockwiseFP8Weight below F.linear, torch.mm, torch.matmul and "
             f"torch.addmm, where its gradient would silently be computed in high precision (as "
-            f"under DTensor, torch.func and nested tensors): call one of those on plain "
+            f"under DTensor and nested tensors): call one of those on plain "
             f"activations, or leave this module unconverted (skip=[...])"
         )
 
@@ -113,6 +118,8 @@ def _unless_arithmetic(matmul: Callable[..., Any]) -> Callable[..., Any]:
 # by its name: transformers may be imported later
 @implements(WEIGHT_OPS, *_OF_LAYERS, "transformers::grouped_mm_fallback")
 def _unsupported_matmul(func: Any, *args: Any, **kwargs: Any) -> NoReturn:
+    if in_torch_func():
+        refuse_torch_func()
     raise NotImplementedError(
         f"{func} has no FP8 path for BlockwiseFP8Weight yet, and falling back to high precision "
         f"would be silent: use F.linear, torch.mm, torch.matmul or torch.addmm (of a stack of "

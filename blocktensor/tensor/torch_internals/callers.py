@@ -104,6 +104,14 @@ def layer_runs() -> bool:
     return compiles
 
 
+_TRANSFORMS = {"torch._functorch.apis", "torch._functorch.eager_transforms"}
+
+
+def in_torch_func() -> bool:
+    """Return True while a transform of ``torch.func`` runs: no override sees its matmuls."""
+    return any(x.module in _TRANSFORMS for x in callers())
+
+
 def _frames(inner: FrameType | None) -> Iterator[FrameType]:
     while inner is not None:
         yield inner
