@@ -1,4 +1,4 @@
-"""Cut and concatenate BlockwiseFP8Tensors: slice, split, select, cat.
+"""Cut and concatenate BlockwiseFP8Tensors: slice, split, select, cat, stack.
 
 Cuts must lie on block boundaries. A cut along the rows of a form is a view of its bytes; a cut
 along its columns is a copy, since tensor cores read contiguous rows. A 128x128 part keeps one form,
@@ -21,6 +21,7 @@ from ...ops.scale_layouts import columnwise_width, laid_out
 from ..base import counting_together, implements, view_of_its_kind
 from ..fp8_tensor import ATEN_OPS, BlockwiseFP8Tensor
 from ..operand import Operand
+from ..refusals import refuse
 
 aten = torch.ops.aten
 
@@ -213,3 +214,10 @@ def _cat(func: Any, tensors: Sequence[Tensor], dim: int = 0) -> BlockwiseFP8Tens
     if forms == [None, None]:
         raise ValueError("cat of BlockwiseFP8Tensors that hold no form in common")
     return _like(first, Operand(*forms), shape)
+
+
+@implements(ATEN_OPS, aten.stack.default)
+def _stack(func: Any, tensors: Sequence[Tensor], dim: int = 0) -> BlockwiseFP8Tensor:
+    if dim not in (0, -tensors[0].ndim - 1):
+        refuse(func)
+    return _cat(aten.cat.default, [x.unsqueeze(0) for x in tensors])

@@ -245,6 +245,14 @@ def test_cat_undoes_split(block: tuple[int, int], forms: tuple[bool, bool]) -> N
     assert_same(torch.cat([stack[:1], stack[1:]]), stack)
 
 
+@pytest.mark.parametrize("dim", [0, -3])
+def test_matrices_become_a_stack(dim: int) -> None:
+    stack = made(2, 200, 130, block=SQUARE, forms=ROWWISE)
+    assert_same(torch.stack([*stack], dim), stack)
+    turned = torch.stack([matrix.t() for matrix in stack], dim)
+    assert torch.equal(turned.dequantize(), stack.mT.dequantize())
+
+
 @pytest.mark.parametrize(
     ("cut", "error", "message"),
     [
