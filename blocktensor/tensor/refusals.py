@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
+from torch.optim.swa_utils import AveragedModel
 from torch.utils._pytree import tree_leaves
 
 from ..ops.formats import BlockFormat
@@ -22,6 +23,12 @@ FOR_ADAPTERS = (
     "blocktensor.unfreeze(model), then get_peft_model, then blocktensor.freeze(model)"
 )
 """The remedy for operations by which peft begins adapters."""
+
+FOR_AVERAGES = (
+    "average what trains, and pass such a list to update_parameters too: "
+    "AveragedModel(nn.ParameterList(p for p in model.parameters() if p.requires_grad))"
+)
+"""The remedy for averages of frozen weights."""
 
 _BEGIN_ADAPTERS = {"aten::_linalg_svd", "aten::linalg_qr", "aten::linalg_vector_norm"}
 
@@ -153,7 +160,9 @@ def name_module(error: Exception, operands: Any) -> None:
     is_refused = isinstance(error, NotImplementedError)
     if is_refused and (weights := _weights_of(model, operands)):
         text += f", by {' and '.join(map(repr, weights))}"
-        if not getattr(error, "has_remedy", False):
+        if isinstance(modules[-1], AveragedModel):
+            text += f"; {FOR_AVERAGES}"
+        elif not getattr(error, "has_remedy", False):
             text += f"; to compute that in high precision, {_unconverted(weights)}"
     error.args = (text,)
     error.names_module = True  # type: ignore[attr-defined]

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from blocktensor import convert, freeze, quantize
 from tests.support.models import complaint, linear, randn
@@ -172,3 +173,17 @@ def test_an_error_outside_of_modules_is_as_it_was() -> None:
     module = linear(DIM, DIM, bias=True)
     text = complaint(NotImplementedError, lambda: torch.inner(module.weight, module.bias))
     assert "skip" not in text
+
+
+@pytest.mark.parametrize("multi", [None, get_ema_multi_avg_fn(0.5)])
+def test_an_average_of_frozen_weights_names_a_list_that_serves(multi: Any) -> None:
+    model = Linears()
+    convert(model.layers[0].requires_grad_(False), skip_small=False)
+    averaged = AveragedModel(model, multi_avg_fn=multi)
+    averaged.update_parameters(model)  # copies
+    text = complaint(NotImplementedError, lambda: averaged.update_parameters(model))
+    remedy = text.replace("\n", " ").partition("update_parameters too: ")[2]
+
+    averaged = eval(remedy, {"AveragedModel": AveragedModel, "nn": nn, "model": model})
+    for _ in range(2):
+        averaged.update_parameters(averaged.module)
