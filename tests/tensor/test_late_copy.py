@@ -402,3 +402,18 @@ def test_a_frozen_weight_shares_its_bytes_in_a_layer() -> None:
     assert (narrow.dtype, narrow.shape) == (torch.bfloat16, (3, K, N))
     assert narrow.columnwise_data.data_ptr() == frozen.rowwise_data.data_ptr()
     assert torch.equal(narrow.dequantize(torch.float32), frozen.dequantize().mT)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_copy_that_a_compiled_function_returns_keeps_its_values(frozen: bool, grad: bool) -> None:
+    w: Any = linear(256, K, dtype=torch.float32, frozen=frozen).weight
+    zeros = BlockwiseFP8Weight(torch.zeros(256, K), w.recipe)
+    run = torch.compile(lambda w: w.bfloat16().mT, backend="aot_eager", fullgraph=True)
+    with torch.set_grad_enabled(grad):
+        kept = run(w)
+    values = kept.detach().dequantize()
+    with torch.no_grad():
+        w.copy_(zeros._quantized() if frozen else zeros)
+    assert not w.detach().dequantize().any()
+    assert torch.equal(kept.detach().dequantize(), values)

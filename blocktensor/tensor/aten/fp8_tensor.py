@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ...ops import checks
 from ...ops.formats import Quantized
+from ...ops.runtime.specialize import PLAIN
 from ...ops.scale_layouts import copy_data_, empty_quantized, laid_out
 from ..base import count_write, counting_together, implements, only_dtype, view_of_its_kind
 from ..compat.sent_frozen import Bucket
@@ -190,7 +191,9 @@ def _to_copy(
     other = only_dtype(x, {"dtype": dtype, "device": device, **others})
     is_known = other in checks.HIGH_PRECISION
     if x.format.transposes and (is_known or (other is not None and converts_a_model())):
-        is_read = is_read_at_once(x, _forms(x)[0].data)
+        data = _forms(x)[0].data
+        # a compiled graph may return the copy
+        is_read = type(data) in PLAIN and is_read_at_once(x, data)
         return (x if is_read else _copied(x)).relabel(dtype=dtype)
     return _copied(x, device, dtype, non_blocking)
 
