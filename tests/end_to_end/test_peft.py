@@ -170,7 +170,11 @@ ROTATIONS: dict[str, Any] = {
 
 @pytest.mark.filterwarnings("ignore::UserWarning:peft.tuners.boft")  # its kernel is missing
 @pytest.mark.parametrize("kind", ROTATIONS)
-def test_adapters_that_multiply_weights_are_merged_in_high_precision(kind: str) -> None:
+def test_adapters_that_multiply_weights_are_merged_in_high_precision(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # BOFT compiles a kernel, and would wait for the lock that a killed build has left
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     states = []
     for model in (base(frozen=False), Model(DIM).bfloat16()):
         config = copy.deepcopy(ROTATIONS[kind])
