@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import transform_subclass
 
 from ...ops import checks
 from ...ops.formats import Quantized
@@ -176,6 +177,17 @@ def _copied(
 @implements(ATEN_OPS, aten.clone.default)
 def _clone(func: Any, x: BlockwiseFP8Tensor, *, memory_format: Any = None) -> BlockwiseFP8Tensor:
     return _copied(x)
+
+
+@implements(ATEN_OPS, aten._pin_memory.default)
+def _pin_memory(func: Any, x: BlockwiseFP8Tensor, *device: Any) -> BlockwiseFP8Tensor:
+    made: BlockwiseFP8Tensor = transform_subclass(x, lambda name, part: func(part, *device))
+    return made
+
+
+@implements(ATEN_OPS, aten.is_pinned.default)
+def _is_pinned(func: Any, x: BlockwiseFP8Tensor, *device: Any) -> bool:
+    return all(func(form.data, *device) for form in _forms(x))
 
 
 @implements(ATEN_OPS, aten._to_copy.default)

@@ -266,9 +266,9 @@ def _is_dense(master: Tensor) -> bool:
     return master.is_contiguous() or master.transpose(-1, -2).is_contiguous()
 
 
-@implements(WEIGHT_OPS, aten.clone.default, aten.empty_like.default)
-def _copy(func: Any, w: BlockwiseFP8Weight, **kwargs: Any) -> Tensor:
-    master = func(w._readable, **kwargs)
+@implements(WEIGHT_OPS, aten.clone.default, aten.empty_like.default, aten._pin_memory.default)
+def _copy(func: Any, w: BlockwiseFP8Weight, *device: Any, **kwargs: Any) -> Tensor:
+    master = func(w._readable, *device, **kwargs)
     if master.dtype not in checks.HIGH_PRECISION and not converts_a_model():
         return master
     cache = FP8Cache(w._oriented(master), w.recipe)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
 
-from blocktensor import BlockwiseFP8Tensor, convert, quantize, unfreeze
+from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, convert, quantize, unfreeze
 from blocktensor.ops import reference
 from tests.support.linear_ways import HIGH
 from tests.support.models import (
@@ -185,7 +185,19 @@ COPIED = [
 ]
 
 
-@pytest.mark.parametrize("copier", [torch.clone, copy.deepcopy, lambda x: x.to(x.dtype, copy=True)])
+def pinned(x: Any) -> Any:
+    """Pin, with copies in the place of torch's op, which needs a GPU."""
+    assert x.is_pinned() is False
+
+    def strided_copy(part: Tensor) -> Tensor:
+        return torch.empty_strided(part.shape, part.stride(), dtype=part.dtype).copy_(part)
+
+    return x._ops[torch.ops.aten._pin_memory.default](strided_copy, x)
+
+
+@pytest.mark.parametrize(
+    "copier", [torch.clone, copy.deepcopy, lambda x: x.to(x.dtype, copy=True), pinned]
+)
 @pytest.mark.parametrize(("block", "shape"), COPIED)
 @pytest.mark.parametrize("transposed", [False, True])
 def test_copies_are_equal_and_share_nothing(
@@ -205,6 +217,14 @@ def test_copies_are_equal_and_share_nothing(
         assert tensor.stride() == original.stride()
         if tensor.numel():
             assert tensor.untyped_storage().data_ptr() != original.untyped_storage().data_ptr()
+
+
+def test_a_pinned_copy_of_a_trainable_weight_is_a_weight() -> None:
+    w = linear(200, 130).weight
+    copied = pinned(w)
+    assert type(copied) is BlockwiseFP8Weight
+    assert torch.equal(copied.master, w.master)
+    assert copied.master.data_ptr() != w.master.data_ptr()
 
 
 @every_block
