@@ -314,7 +314,7 @@ def _gated(
     return _gated_mlp.gated_mlp(x, weights, biases, *how)
 
 
-def _stays_whole(w: Tensor | None, recipe: Recipe | None = None) -> bool:
+def _stays_whole(w: Tensor | None, recipe: Recipe | None) -> bool:
     """Return True if a matmul with ``w`` must be a torch function while Dynamo traces.
 
     Dynamo traces into functions that are not torch's. The cached casts of a weight would then

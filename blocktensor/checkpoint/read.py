@@ -126,7 +126,7 @@ def read_frozen(
     recipe: Recipe | None,
     read: Read,
     *,
-    own_scales: bool = False,
+    own_scales: bool,
 ) -> Tensor:
     """Return the stored frozen weight, or this rank's part of it.
 

@@ -139,7 +139,7 @@ def quantize_both(
 
 
 def quantize_stochastically(
-    x: Tensor, format: BlockFormat, generator: torch.Generator, scale: Tensor | None = None
+    x: Tensor, format: BlockFormat, generator: torch.Generator, scale: Tensor | None
 ) -> Quantized:
     """Cast ``x[..., R, C]`` rowwise, rounding up or down at random: the expected value is x.
 
@@ -149,8 +149,8 @@ def quantize_stochastically(
 
     Args:
         generator: the source of random numbers, on the device of x.
-        scale: the fp32 scales of an earlier cast. A block keeps its scale if its amax is at most
-            2^-8 above ``448 * scale``, and at least half of that.
+        scale: the fp32 scales of an earlier cast, or None. A block keeps its scale if its amax is
+            at most 2^-8 above ``448 * scale``, and at least half of that.
     """
     blocks = _in_blocks(x, format)
     own = scale_from_amax(_amax(blocks), format)

@@ -77,7 +77,7 @@ def cut_as(
     return DTensor(local, spec, requires_grad=False)
 
 
-def cut_as_experts(x: Tensor, stack: Any, dim: int, pieces: int = 1) -> Tensor:
+def cut_as_experts(x: Tensor, stack: Any, dim: int, pieces: int) -> Tensor:
     """Cut a matrix of thin matrices of all experts, so that each rank gets its experts' parts.
 
     Args:

@@ -24,7 +24,7 @@ def _decide_gemm(
 ) -> Callable[..., Tensor]:
     if 0 in (a.data.shape[0], b.data.shape[0]):
         return _empty
-    backend = _backend_for(a, b, bias, out_dtype, batch_invariant=batch_invariant)
+    backend = _backend_for(a, b, bias, out_dtype, batch_invariant)
     run = runner(backend, "gemm")
     # a columnwise cast ends in zeros, which the other operand may lack
     k = max(a.data.shape[1], b.data.shape[1])
@@ -42,7 +42,7 @@ def _backend_for(
     b: Quantized,
     bias: Tensor | None,
     out_dtype: torch.dtype,
-    batch_invariant: bool = False,
+    batch_invariant: bool,
 ) -> GemmBackend:
     problem = GemmProblem(
         a.data.shape[0],
