@@ -74,6 +74,8 @@ class Patch:
     def made_by(self, make: _Made) -> _Made:
         """Register the function that makes the replacement. A decorator; it applies nothing.
 
+        For a replacement that calls the original, see :meth:`around`.
+
         Args:
             make: ``make(original)`` returns the replacement. For patches of instances, it gets
                 their class and returns a derived class; for a global hook, it gets nothing, adds
@@ -81,6 +83,23 @@ class Patch:
         """
         self._make = make  # type: ignore[assignment]
         return make
+
+    def around(self, ours: _Made) -> _Made:
+        """Register a function that runs in place of the original. A decorator; it applies nothing.
+
+        Args:
+            ours: called as ``ours(original, *args, **kwargs)``.
+        """
+
+        def make(original: Any) -> Any:
+            @functools.wraps(original)
+            def replacement(*args: Any, **kwargs: Any) -> Any:
+                return ours(original, *args, **kwargs)  # type: ignore[operator]
+
+            return replacement
+
+        self._make = make
+        return ours
 
     @property
     def is_applied(self) -> bool:
@@ -91,8 +110,8 @@ class Patch:
         """Put the replacement in place, unless it is there already. Threads take turns.
 
         Returns:
-            False, without a change, if the library is not imported yet, if nobody has called
-            :meth:`made_by` (its version needs no patch), or if the patch is left out.
+            False, without a change, if the library is not imported yet, if no replacement is
+            registered (its version needs no patch), or if the patch is left out.
 
         Raises:
             ValueError: ``BLOCKTENSOR_WITHOUT_PATCHES`` has a name that no patch has.

@@ -6,8 +6,7 @@ gradients runs, if an ``autograd.Function`` made it (pytorch#166577): the second
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -32,20 +31,16 @@ def is_input_half() -> bool:
     return bool(_input_halves)
 
 
-@PIPELINE_HALVES.made_by
-def _watched(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def stage_backward_input(outputs: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
-        # nodes of views own the nodes of the outputs, which detach_() releases
-        above = [y.view_as(y).grad_fn for y in outputs if y.requires_grad and LOSES_GRAPHS]
-        _input_halves.append(original)
-        try:
-            gradients, groups = original(outputs, *args, **kwargs)
-        finally:
-            _input_halves.pop()
-        if above:
-            for group in groups:
-                group["graph"] = above
-        return gradients, groups
-
-    return stage_backward_input
+@PIPELINE_HALVES.around
+def _stage_backward_input(theirs: Any, outputs: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
+    # nodes of views own the nodes of the outputs, which detach_() releases
+    above = [y.view_as(y).grad_fn for y in outputs if y.requires_grad and LOSES_GRAPHS]
+    _input_halves.append(theirs)
+    try:
+        gradients, groups = theirs(outputs, *args, **kwargs)
+    finally:
+        _input_halves.pop()
+    if above:
+        for group in groups:
+            group["graph"] = above
+    return gradients, groups

@@ -8,7 +8,6 @@ nothing else, and ``full_tensor()`` returns the matrices that peft writes.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from torch import Tensor, nn
@@ -80,21 +79,17 @@ def _local(x: Any) -> Tensor:
     return made
 
 
-@ADAPTERS_OF_CUT_EXPERTS.made_by
-def _cutting(theirs: Any) -> Any:
-    @functools.wraps(theirs)
-    def update_layer(self: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
-        weight = self.get_param()
-        part = fp8_part(weight)
-        is_cut = part is not None and part is not weight
-        if is_cut:
-            check_cut(weight, self.parameter_name)
-        theirs(self, adapter_name, *args, **kwargs)
-        if is_cut:
-            _cut(self.lora_A[adapter_name], weight, 0)
-            _cut(self.lora_B[adapter_name], weight, 1, self.r[adapter_name])
-
-    return update_layer
+@ADAPTERS_OF_CUT_EXPERTS.around
+def _update_layer(theirs: Any, wrapper: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+    weight = wrapper.get_param()
+    part = fp8_part(weight)
+    is_cut = part is not None and part is not weight
+    if is_cut:
+        check_cut(weight, wrapper.parameter_name)
+    theirs(wrapper, adapter_name, *args, **kwargs)
+    if is_cut:
+        _cut(wrapper.lora_A[adapter_name], weight, 0)
+        _cut(wrapper.lora_B[adapter_name], weight, 1, wrapper.r[adapter_name])
 
 
 def _cut(linear: nn.Linear, stack: Any, dim: int, pieces: int = 1) -> None:

@@ -7,9 +7,8 @@ before.
 
 from __future__ import annotations
 
-import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,24 +20,7 @@ from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
 
 
-def _around(theirs: Any, ours: Callable[..., Any]) -> Any:
-    @functools.wraps(theirs)
-    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return ours(theirs, self, *args, **kwargs)
-
-    return wrapped
-
-
-@SAVE_PRETRAINED.made_by
-def _around_save_pretrained(theirs: Any) -> Any:
-    return _around(theirs, _save_pretrained)
-
-
-@RESIZE_TOKEN_EMBEDDINGS.made_by
-def _around_resize_token_embeddings(theirs: Any) -> Any:
-    return _around(theirs, _resize_token_embeddings)
-
-
+@SAVE_PRETRAINED.around
 def _save_pretrained(theirs: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     """Save the values in high precision; frozen weights are dequantized."""
     call = inspect.signature(theirs).bind(model, *args, **kwargs)
@@ -75,6 +57,7 @@ def _in_high_precision(model: Any) -> Iterator[None]:
         model._weight_conversions = rules
 
 
+@RESIZE_TOKEN_EMBEDDINGS.around
 def _resize_token_embeddings(theirs: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     """Refuse to resize an FP8 head: transformers makes a plain one in its place."""
     given = inspect.signature(theirs).bind(model, *args, **kwargs).arguments

@@ -6,7 +6,6 @@ plain parameter: each rank draws and trains its own, and no rank ever sees anoth
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from torch import nn
@@ -17,17 +16,13 @@ from ..sharding.fsdp.fsdp_internals import sharded_in
 from ..sharding.fsdp.gather import GatheredInFP8
 
 
-@ADAPTERS_OF_SHARDS.made_by
-def _refusing(theirs: Any) -> Any:
-    @functools.wraps(theirs)
-    def inject_adapter(
-        self: Any, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any
-    ) -> None:
-        if not self.peft_config[adapter_name].inference_mode:
-            _check_not_sharded(model)
-        theirs(self, model, adapter_name, *args, **kwargs)
-
-    return inject_adapter
+@ADAPTERS_OF_SHARDS.around
+def _inject_adapter(
+    theirs: Any, tuner: Any, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any
+) -> None:
+    if not tuner.peft_config[adapter_name].inference_mode:
+        _check_not_sharded(model)
+    theirs(tuner, model, adapter_name, *args, **kwargs)
 
 
 def _check_not_sharded(model: nn.Module) -> None:

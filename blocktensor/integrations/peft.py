@@ -18,7 +18,6 @@ is needed only if peft is imported after the model is converted or loaded.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import peft.tuners.lora.dora  # noqa: F401  (is patched, as peft.tuners.lora.layer is)
@@ -33,14 +32,10 @@ from ..patches import (
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 
 
-@DORA_NORMS.made_by
-def _of_values(theirs: Any) -> Any:
-    @functools.wraps(theirs)
-    def get_weight_norm(self: Any, weight: Any, *args: Any, **kwargs: Any) -> Any:
-        values = weight.dequantize() if isinstance(weight, BlockwiseFP8Tensor) else weight
-        return theirs(self, values, *args, **kwargs)
-
-    return get_weight_norm
+@DORA_NORMS.around
+def _get_weight_norm(theirs: Any, layer: Any, weight: Any, *args: Any, **kwargs: Any) -> Any:
+    values = weight.dequantize() if isinstance(weight, BlockwiseFP8Tensor) else weight
+    return theirs(layer, values, *args, **kwargs)
 
 
 DORA_NORMS.apply()

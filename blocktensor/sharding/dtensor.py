@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -97,21 +96,17 @@ def cut_as_experts(x: Tensor, stack: Any, dim: int, pieces: int) -> Tensor:
 
 if torch.__version__ < "2.13":  # versions, not texts, are compared
 
-    @STRIDED_SHARDS.made_by
-    def _planning_greedily(theirs: Any) -> Any:
-        @functools.wraps(theirs)
-        def gen_transform_infos(source: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
-            from torch.distributed.tensor._redistribute import get_redistribute_planner
+    @STRIDED_SHARDS.around
+    def _plan_greedily(theirs: Any, source: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
+        from torch.distributed.tensor._redistribute import get_redistribute_planner
 
-            try:
-                return theirs(source, target, *args, **kwargs)
-            except ValueError:  # the parts have no order of shards; torch 2.13 goes on so, too
-                if not any(hasattr(p, "split_factor") for p in source.placements):
-                    raise
-                planner = get_redistribute_planner(source.device_mesh, source.tensor_meta)
-                return planner.generate_greedy_transform_infos(source, target)
-
-        return gen_transform_infos
+        try:
+            return theirs(source, target, *args, **kwargs)
+        except ValueError:  # the parts have no order of shards; torch 2.13 goes on so, too
+            if not any(hasattr(p, "split_factor") for p in source.placements):
+                raise
+            planner = get_redistribute_planner(source.device_mesh, source.tensor_meta)
+            return planner.generate_greedy_transform_infos(source, target)
 
 
 def parallel_kind(module: nn.Module) -> str | None:

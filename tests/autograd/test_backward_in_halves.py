@@ -99,5 +99,5 @@ def test_an_input_half_is_watched_once_and_no_longer_than_it_runs() -> None:
 
     original = mock.Mock(side_effect=RuntimeError("in the middle"))
     with pytest.raises(RuntimeError, match="in the middle"):
-        pipelining._watched(original)([])
+        pipelining._stage_backward_input(original, [])
     assert not pipelining._input_halves

@@ -70,25 +70,22 @@ def _prefer_given_config(theirs: Any) -> Any:
     return staticmethod(merged)
 
 
-@FP8_LOADING.made_by
-def _announce_loading(theirs: Any) -> Any:
+@FP8_LOADING.around
+def _announce_loading(
+    theirs: Any, model: Any, state_dict: Any, load_config: Any, *args: Any, **kwargs: Any
+) -> Any:
     """Make ``from_pretrained`` call ``before_loading`` of our quantizer before it loads tensors."""
-
-    @functools.wraps(theirs)
-    def announced(model: Any, state_dict: Any, load_config: Any, *args: Any, **kwargs: Any) -> Any:
-        quantizer = load_config.hf_quantizer
-        if not isinstance(getattr(quantizer, "quantization_config", None), BlockwiseFP8Config):
-            return theirs(model, state_dict, load_config, *args, **kwargs)
-        rules = load_config.weight_mapping or ()
-        ours = quantizer.before_loading(model, state_dict, rules, load_config.device_map)
-        if ours is None:
-            return theirs(model, state_dict, load_config, *args, **kwargs)
-        state = {name: x for name, x in state_dict.items() if name not in ours.stored}
-        info, *others = theirs(model, state, load_config, *args, **kwargs)
-        info.missing_keys -= ours.weights  # they stay on meta, and take no memory
-        return info, *others
-
-    return announced
+    quantizer = load_config.hf_quantizer
+    if not isinstance(getattr(quantizer, "quantization_config", None), BlockwiseFP8Config):
+        return theirs(model, state_dict, load_config, *args, **kwargs)
+    rules = load_config.weight_mapping or ()
+    ours = quantizer.before_loading(model, state_dict, rules, load_config.device_map)
+    if ours is None:
+        return theirs(model, state_dict, load_config, *args, **kwargs)
+    state = {name: x for name, x in state_dict.items() if name not in ours.stored}
+    info, *others = theirs(model, state, load_config, *args, **kwargs)
+    info.missing_keys -= ours.weights  # they stay on meta, and take no memory
+    return info, *others
 
 
 def state_given_to_save(asks: Caller) -> dict[str, Any] | None:
