@@ -5,7 +5,7 @@ blocktensor replaces nothing. The module that needs a patch says how it is made
 (``@SWAP_TENSORS.made_by``), and calls :meth:`Patch.apply` at the first use; patches that any FP8
 weight needs are applied when the first FP8 tensor is made (:func:`apply_for_fp8`).
 
-``BLOCKTENSOR_WITHOUT_PATCHES=swap_tensors,dora_norms`` leaves patches out.
+``BLOCKTENSOR_WITHOUT_PATCHES=swap_tensors,linear_adapters`` leaves patches out.
 """
 
 from __future__ import annotations
@@ -422,17 +422,6 @@ PROGRESS_BAR = Patch(
     when="load_fp8 of a model of transformers",
     test="tests/checkpoint/test_transformers.py",
     without="load_fp8 shows progress bars of transformers",
-)
-
-DORA_NORMS = Patch(
-    name="dora_norms",
-    target="peft.tuners.lora.dora:DoraLinearLayer.get_weight_norm",
-    kind="attribute",
-    reason="adds to the base weight, which a frozen FP8 weight refuses",
-    versions="peft 0.21; no test fails without it in 0.21.2",
-    when="import blocktensor.integrations.peft",
-    test="tests/end_to_end/test_peft.py",
-    without="DoRA may raise on FP8 weights: use LoraConfig(use_dora=False) then",
 )
 
 EXPERT_ADAPTERS = Patch(

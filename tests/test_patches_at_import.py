@@ -25,7 +25,7 @@ import sys, types, warnings
 warnings.simplefilter("ignore")
 import torch, torch.distributed.fsdp, torch.distributed.pipelining
 for name in ("transformers.modeling_utils", "transformers.quantizers.auto", "triton",
-             "peft.tuners.lora.dora"):
+             "peft.tuners.lora.layer"):
     try: __import__(name)
     except ImportError: pass
 import torch.nn.modules.module as of_modules
