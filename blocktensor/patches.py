@@ -49,7 +49,6 @@ class Patch:
         without: what does not work if the patch is left out.
         for_fp8: if True, any FP8 weight needs it, and :func:`apply_for_fp8` applies it.
         is_required: if True, leaving the patch out raises at the first use; otherwise it warns.
-        original: the object that was replaced.
     """
 
     name: str
@@ -62,11 +61,9 @@ class Patch:
     without: str
     for_fp8: bool = False
     is_required: bool = False
-    original: Any = field(default=None, init=False, repr=False)
     _make: Callable[..., Any] | None = field(default=None, init=False, repr=False)
     _owner: Any = field(default=None, init=False, repr=False)
-    _held: Any = field(default=_ABSENT, init=False, repr=False)
-    _ours: Any = field(default=None, init=False, repr=False)
+    _original: Any = field(default=None, init=False, repr=False)
     _derived: WeakSet[type] = field(default_factory=WeakSet, init=False, repr=False)
     _was_said: bool = field(default=False, init=False, repr=False)
     _lock: Any = field(default_factory=threading.RLock, init=False, repr=False)
@@ -78,8 +75,8 @@ class Patch:
 
         Args:
             make: ``make(original)`` returns the replacement. For patches of instances, it gets
-                their class and returns a derived class; for a global hook, it gets nothing, adds
-                the hook, and returns the handle of the hook.
+                their class and returns a derived class; for a global hook, it gets nothing, and
+                adds the hook.
         """
         self._make = make  # type: ignore[assignment]
         return make
@@ -128,51 +125,11 @@ class Patch:
                 return False
             make: Any = self._make
             if self.kind == "global hook":
-                self._ours = make()
+                make()
             else:
-                name = self._attribute
-                held = vars(owner).get(name, _ABSENT)  # a staticmethod, which getattr would unwrap
-                original = getattr(owner, name, None)
-                missing = held is _ABSENT and not hasattr(owner, name)
-                setattr(owner, name, make(original))
-                self.original = original
-                self._held = held if isinstance(owner, type) or missing else original
-                self._ours = self._now(owner)
+                self._original = getattr(owner, self._attribute, None)
+                setattr(owner, self._attribute, make(self._original))
             self._owner = owner
-            return True
-
-    def undo(self) -> bool:
-        """Put back what was replaced, until the next :meth:`apply`.
-
-        Returns:
-            False if the patch is not applied.
-
-        Raises:
-            RuntimeError: another library has replaced the replacement since.
-            NotImplementedError: instances have a derived class, which they keep.
-        """
-        with self._lock:
-            if self._derived:
-                raise NotImplementedError(
-                    f"patch {self.name!r}: objects of {self.target} keep their class for as long "
-                    f"as they exist: make new ones"
-                )
-            owner = self._owner
-            if owner is None:
-                return False
-            name = self._attribute
-            if self.kind == "global hook":
-                self._ours.remove()
-            elif self._now(owner) is not self._ours:
-                raise RuntimeError(
-                    f"patch {self.name!r}: {self.target} was replaced by {self._now(owner)!r} "
-                    f"since: undo that first"
-                )
-            elif self._held is _ABSENT:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, self._held)
-            self._owner, self._ours, self._held = None, None, _ABSENT
             return True
 
     @contextmanager
@@ -245,11 +202,8 @@ class Patch:
         """Return True if the replacement is in place in ``owner``, which may be a new import."""
         if owner is None or owner is not self._owner:
             return False
-        return self.kind == "global hook" or self._now(owner) is not self._held
-
-    def _now(self, owner: Any) -> Any:
-        held = vars(owner).get(self._attribute, _ABSENT)
-        return getattr(owner, self._attribute, None) if held is _ABSENT else held
+        is_hook = self.kind == "global hook"
+        return is_hook or bool(getattr(owner, self._attribute, None) != self._original)
 
     def _is_left_out(self) -> bool:
         if self.name not in _left_out():

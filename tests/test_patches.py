@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
-from blocktensor import convert, patches
+from blocktensor import BlockwiseFP8Weight, convert, patches
 from blocktensor.patches import PATCHES, Patch
 
 ROOT = Path(__file__).parents[1]
@@ -80,24 +81,15 @@ def test_facts_are_those_of_the_table() -> None:
 # What a patch is for
 
 
-@pytest.fixture
-def registration() -> Iterator[Patch]:
-    made = patches.PARAMETER_REGISTRATION
-    made.apply()
-    yield made
-    made.apply()
-
-
-def test_a_weight_that_is_assigned_brings_its_hooks(registration: Patch) -> None:
-    kinds = []
-    for change in (registration.apply, registration.undo):
-        source, other = nn.Linear(64, 64), nn.Linear(64, 64)
-        convert(source, skip_small=False)
-        change()
+@pytest.mark.parametrize("is_patched", [True, False])
+def test_a_weight_that_is_assigned_brings_its_hooks(is_patched: bool) -> None:
+    source, other = nn.Linear(64, 64), nn.Linear(64, 64)
+    convert(source, skip_small=False)
+    hooks = nn.modules.module._global_parameter_registration_hooks
+    with nullcontext() if is_patched else mock.patch.dict(hooks, clear=True):
         other.weight = source.weight
         other.load_state_dict(nn.Linear(64, 64).state_dict(), assign=True)
-        kinds.append(type(other.weight).__name__)
-    assert kinds == ["BlockwiseFP8Weight", "Parameter"]
+    assert isinstance(other.weight, BlockwiseFP8Weight) == is_patched
 
 
 def test_threads_make_the_first_tensor_together(monkeypatch: pytest.MonkeyPatch) -> None:

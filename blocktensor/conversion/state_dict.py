@@ -60,8 +60,8 @@ def _join(module: nn.Module, name: str, parameter: Tensor | None) -> None:
 # converted itself, and ``load_state_dict(assign=True)`` would put a plain parameter in its place:
 # torch asks neither the old parameter nor any other global hook before it does.
 @PARAMETER_REGISTRATION.made_by
-def _join_all() -> Any:
-    return register_module_parameter_registration_hook(_join)
+def _join_all() -> None:
+    register_module_parameter_registration_hook(_join)
 
 
 def _plain_parts(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
