@@ -17,6 +17,7 @@ from ..tensor.fp8_tensor import BlockwiseFP8Tensor
 from ..tensor.weight import BlockwiseFP8Weight
 from .dtensor import cut_as, own_part, refuse_descending, with_local
 from .fsdp.fsdp_internals import gathered_shape
+from .fsdp.gather import GatheredInFP8
 from .fsdp.shards import FP8Shard, FrozenShard
 from .part import Piece, Region
 
@@ -115,18 +116,13 @@ def frozen_twin(x: Any) -> Tensor:
     gathered = gathered_shape(part) if isinstance(part, FP8Shard) else None
     shape = format.scale_shape(gathered or part.shape)
     scale = torch.empty(shape, dtype=torch.float32, device="meta")
-    if isinstance(part, FP8Shard):
-        return with_local(x, FrozenShard(data, scale, part.recipe, x.dtype))
-    made = BlockwiseFP8Tensor.from_data(
-        data, scale, block_shape=format.block_shape, dtype=x.dtype, recipe=part.recipe
-    )
-    return with_local(x, made)
+    return frozen_like(x, data, scale, part.recipe)
 
 
 def frozen_like(x: Any, data: Tensor, scale: Tensor, recipe: Recipe) -> Tensor:
     """Return a frozen weight to replace ``x``, built from parts as in :func:`frozen_parts`."""
     part, rows, scales = map(own_part, (x, data, scale))
-    if isinstance(part, FrozenShard):
+    if isinstance(part, GatheredInFP8):
         return with_local(x, FrozenShard(rows, scales, recipe, x.dtype))
     made = BlockwiseFP8Tensor.from_data(
         rows, scales, block_shape=recipe.weight_format.block_shape, dtype=x.dtype, recipe=recipe
