@@ -24,7 +24,7 @@ from ..tensor.adapted import AdaptedWeight, LowRank
 from ..tensor.arithmetic import is_arithmetic
 from ..tensor.base import FP8Base, readable
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
-from ..tensor.refusals import FOR_ADAPTERS, with_remedy
+from ..tensor.refusals import refuse_matmul
 from ..tensor.weight import BlockwiseFP8Weight
 
 
@@ -271,19 +271,7 @@ def _addmm_override(
 
 
 def _no_fp8_path(name: str) -> Callable[..., Any]:
-    decomposes = name == "svd_lowrank"
-    kind: Callable[[str], Exception] = with_remedy if decomposes else NotImplementedError
-
-    def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise kind(
-            f"{name} has no FP8 path, and computing it in high precision would be silent: use "
-            f"F.linear, torch.mm, torch.matmul or torch.addmm, of a stack of experts F.grouped_mm "
-            f"or torch.bmm; or say so on purpose with "
-            f".high_precision() of a BlockwiseFP8Weight, .dequantize() of a BlockwiseFP8Tensor"
-            f"{f'; {FOR_ADAPTERS}' if decomposes else ''}"
-        )
-
-    return refuse
+    return lambda *_, **__: refuse_matmul(name)
 
 
 _MATMULS_WITHOUT_FP8 = {

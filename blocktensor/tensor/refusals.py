@@ -63,6 +63,19 @@ def refuse(func: Any) -> NoReturn:
     )
 
 
+def refuse_matmul(func: object) -> NoReturn:
+    """Raise for a matmul that has no FP8 path, instead of computing it in high precision."""
+    text = (
+        f"{func} has no FP8 path, and computing it in high precision would be silent: use "
+        f"F.linear, torch.mm, torch.matmul or torch.addmm, of a stack of experts F.grouped_mm or "
+        f"torch.bmm; or say so on purpose with .high_precision() of a BlockwiseFP8Weight, "
+        f".dequantize() of a BlockwiseFP8Tensor"
+    )
+    if func == "svd_lowrank":
+        raise with_remedy(f"{text}; {FOR_ADAPTERS}")
+    raise NotImplementedError(text)
+
+
 def refuse_torch_func() -> NoReturn:
     """Raise for a matmul in a transform of ``torch.func``, which no override would see."""
     raise NotImplementedError(

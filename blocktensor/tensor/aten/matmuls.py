@@ -14,7 +14,7 @@ from ...ops.gemm.ops import gemm
 from ..arithmetic import is_arithmetic
 from ..base import FP8Base, implements, on_master
 from ..fp8_tensor import ATEN_OPS, BlockwiseFP8Tensor
-from ..refusals import check_grid, check_scaling, refuse, refuse_torch_func
+from ..refusals import check_grid, check_scaling, refuse, refuse_matmul, refuse_torch_func
 from ..torch_internals.callers import in_torch_func
 from ..weight import WEIGHT_OPS, BlockwiseFP8Weight, computed_weights
 
@@ -120,12 +120,7 @@ def _unless_arithmetic(matmul: Callable[..., Any]) -> Callable[..., Any]:
 def _unsupported_matmul(func: Any, *args: Any, **kwargs: Any) -> NoReturn:
     if in_torch_func():
         refuse_torch_func()
-    raise NotImplementedError(
-        f"{func} has no FP8 path for BlockwiseFP8Weight yet, and falling back to high precision "
-        f"would be silent: use F.linear, torch.mm, torch.matmul or torch.addmm (of a stack of "
-        f"experts F.grouped_mm or torch.bmm), or pass "
-        f"weight.high_precision() to compute in high precision on purpose"
-    )
+    refuse_matmul(func)
 
 
 implements(WEIGHT_OPS, *_OF_MATRICES)(_unless_arithmetic(_unsupported_matmul))
