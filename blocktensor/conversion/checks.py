@@ -13,8 +13,8 @@ from torch.nn.parameter import is_lazy
 from ..model.matrix import Matrix, Share
 from ..model.weights import is_fully_sharded
 from ..ops import checks
-from ..recipe import DEFAULT_RECIPE, MIGRATING, Recipe
-from ..sharding.dtensor import check_cuts
+from ..recipe import MIGRATING, Recipe
+from ..sharding.cuts import UNCONVERTED, check_on_grid
 from ..sharding.fsdp.fsdp_internals import Sharding, sharding_of
 from ..tensor.compat.swap_in import check_swappable
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
@@ -79,7 +79,7 @@ def check_castable(
     checks.high_precision_dtype(weight, what)
     share = matrix.share
     if share is not None:
-        _check_dtensor(matrix, share, what, recipe)
+        _check_dtensor(matrix, share, what)
     elif fp8 is None and any(is_fully_sharded(type(module)) for module in modules):
         raise NotImplementedError(
             f"{what} is no DTensor though FSDP2 shards its module: FSDP2 has gathered it, or was "
@@ -107,7 +107,7 @@ def _check_castable_again(fp8: Any, what: str, recipe: Recipe | None) -> None:
     )
 
 
-def _check_dtensor(matrix: Matrix, share: Share, what: str, recipe: Recipe | None) -> None:
+def _check_dtensor(matrix: Matrix, share: Share, what: str) -> None:
     """Raise unless matmuls read the DTensor in FP8, by FSDP2, our styles, or as whole experts."""
     weight: Any = matrix.parameter
     if matrix.is_parallel:
@@ -119,8 +119,7 @@ def _check_dtensor(matrix: Matrix, share: Share, what: str, recipe: Recipe | Non
     else:
         fsdp = sharding_of(share.owner)
         if fsdp is None and weight.ndim == 3:  # each rank multiplies by its part
-            format = (recipe or DEFAULT_RECIPE).weight_format
-            check_cuts(weight.shape, weight.device_mesh, weight.placements, format, what)
+            check_on_grid(weight.shape, weight.device_mesh, weight.placements, what, UNCONVERTED)
             return
         _check_fsdp(weight, fsdp, what)
     if matrix.is_frozen:

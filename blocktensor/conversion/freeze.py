@@ -16,7 +16,7 @@ from ..model.matrix import Matrix, all_fp8_weights
 from ..model.names import check_module
 from ..model.progress import check_progress, progress_bar
 from ..model.weights import kind_of, why_unconvertible
-from ..sharding.cuts import check_on_grid
+from ..sharding.cuts import TRAINABLE, check_on_grid
 from ..sharding.dtensor import with_local
 from ..sharding.fsdp.fsdp_internals import sharded_in
 from ..sharding.fsdp.gather import GatheredInFP8
@@ -250,9 +250,10 @@ def _check(weight: Matrix, action: str, other: str | None, is_sharded: bool) -> 
             f"model before fully_shard, or load an FP8 checkpoint into empty weights (load_fp8 "
             f"makes frozen ones, and trainable ones with trainable=True)"
         )
-    if action == "freeze" and weight.own is not weight.parameter:
-        check_on_grid(weight.parameter, what)
-    del fp8  # its references are counted
+    whole: Any = weight.parameter
+    if action == "freeze" and weight.own is not whole:
+        check_on_grid(whole.shape, whole.device_mesh, whole.placements, what, TRAINABLE)
+    del fp8, whole  # their references are counted
     check_swappable(weight.parameter, what, action)
     if is_trained and action == "freeze" and other is not None:
         raise ValueError(

@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ..sharding.dtensor import check_cuts
+from ..sharding.cuts import UNCONVERTED, check_on_grid
 from ..sharding.fsdp.shards import chunks
 from ..tensor.base import MasterBase
 from ..tensor.compat.swap_in import carry_over, take_content
@@ -121,8 +121,7 @@ def _check_distribute_tensor(tensor: Tensor, who: Caller) -> None:
         )
     if who.function == "distribute_tensor":  # it has sent nothing yet
         mesh, placements = who.local("device_mesh"), who.local("placements")
-        format = tensor.recipe.weight_format  # type: ignore[attr-defined]
-        check_cuts(tensor.shape, mesh, placements, format, "a stack of FP8 experts")
+        check_on_grid(tensor.shape, mesh, placements, "a stack of FP8 experts", UNCONVERTED)
 
 
 def _flatten(input: Tensor, *args: Any, **kwargs: Any) -> Any:

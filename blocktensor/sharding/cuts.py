@@ -29,21 +29,20 @@ class Held(NamedTuple):
     regions: list[Region]
 
 
-def held_by_ranks(x: Any) -> list[Held]:
-    """Return what each rank of a DTensor's mesh holds, in the order of the mesh."""
-    mesh = x.device_mesh
+def held_by_ranks(shape: Sequence[int], mesh: Any, placements: Sequence[Any]) -> list[Held]:
+    """Return what each rank of a mesh holds of a DTensor, in the order of the mesh."""
     refuse_descending(mesh)
     sizes = [mesh.size(i) for i in range(mesh.ndim)]
 
     def parts(placement: Any, dim: int) -> int:
-        if placement.is_replicate() or placement.dim % x.ndim != dim:
+        if placement.is_replicate() or placement.dim % len(shape) != dim:
             return 0
         # the number of parts that are cut between ranks separately
         return int(getattr(placement, "split_factor", 1))
 
     along = [
-        _pieces(size, tuple((sizes[i], parts(p, dim)) for i, p in enumerate(x.placements)))
-        for dim, size in enumerate(x.shape)
+        _pieces(size, tuple((sizes[i], parts(p, dim)) for i, p in enumerate(placements)))
+        for dim, size in enumerate(shape)
     ]
     return [
         Held(
@@ -60,7 +59,7 @@ def held(x: Any) -> Held:
         return Held(tuple(x.shape), [Region(tuple(Piece(0, 0, size) for size in x.shape))])
     mesh = x.device_mesh
     (rank,) = ranks_at(mesh, mesh.get_coordinate())
-    return held_by_ranks(x)[rank]
+    return held_by_ranks(x.shape, mesh, x.placements)[rank]
 
 
 def ranks_at(mesh: Any, coordinate: Sequence[int | slice]) -> list[int]:
@@ -153,28 +152,49 @@ def frozen_parts(x: Any) -> tuple[Tensor, Tensor]:
         placements = *(Replicate(),) * whole, *cuts[whole:]
         scales = cut_as(x, scale, placements, shape)
         if held(scales).shape == scale.shape:
-            check_on_grid(cut_as(x, data, placements), "a frozen FP8 weight")
+            check_on_grid(x.shape, x.device_mesh, placements, "a frozen FP8 weight", TRAINABLE)
             return cut_as(x, data, cuts), scales
-    raise _cuts_blocks(x, "a frozen FP8 weight")
+    raise _cuts_blocks(x.shape, cuts, "a frozen FP8 weight", TRAINABLE)
 
 
-def check_on_grid(x: Any, what: str) -> None:
-    """Check that no rank of a DTensor holds a part of a 128x128 block; all ranks decide alike.
+TRAINABLE = "or a trainable weight"
+"""The remedy for a frozen weight whose blocks are cut."""
+
+UNCONVERTED = "cuts between experts (Shard(0)), or the stack unconverted (skip=[...])"
+"""The remedy for a stack of experts whose blocks are cut."""
+
+
+def check_on_grid(
+    shape: Sequence[int], mesh: Any, placements: Sequence[Any], what: str, remedy: str
+) -> None:
+    """Check that no rank would hold a part of a 128x128 block; all ranks decide alike.
+
+    Args:
+        shape, mesh, placements: of the DTensor.
+        what, remedy: for the error message.
 
     Raises:
-        NotImplementedError: a rank does.
+        NotImplementedError: a rank would, or a placement is neither a cut nor a replica.
     """
-    block = (1,) * (x.ndim - 2) + BLOCKS_128X128.block_shape
-    for each in held_by_ranks(x):
+    for placement in placements:
+        if not (placement.is_replicate() or hasattr(placement, "dim")):
+            raise NotImplementedError(
+                f"{what} {list(shape)} with the placement {placement}: expected Shard(dim) or "
+                f"Replicate(), {remedy}"
+            )
+    block = (1,) * (len(shape) - 2) + BLOCKS_128X128.block_shape
+    for each in held_by_ranks(shape, mesh, placements):
         for region in each.regions:
-            for piece, step, size in zip(region.pieces, block, x.shape, strict=True):
+            for piece, step, size in zip(region.pieces, block, shape, strict=True):
                 ends = piece.start + piece.size
                 if piece.size and (piece.start % step or (ends % step and ends != size)):
-                    raise _cuts_blocks(x, what)
+                    raise _cuts_blocks(shape, placements, what, remedy)
 
 
-def _cuts_blocks(x: Any, what: str) -> NotImplementedError:
+def _cuts_blocks(
+    shape: Sequence[int], placements: Sequence[Any], what: str, remedy: str
+) -> NotImplementedError:
     return NotImplementedError(
-        f"{what} {list(x.shape)} with the placements {list(x.placements)}, which cut 128x128 "
-        f"blocks: expected cuts at multiples of 128 (fewer ranks), or a trainable weight"
+        f"{what} {list(shape)} with the placements {list(placements)}, which cut 128x128 blocks: "
+        f"expected cuts at multiples of 128 (fewer ranks), {remedy}"
     )

@@ -1,4 +1,4 @@
-"""Access DTensors with FP8 parts (only this file reads ``_local_tensor``), and check their cuts."""
+"""Access DTensors with FP8 parts: only this file reads ``_local_tensor``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..ops.formats import BlockFormat, ceil_div
 from ..patches import STRIDED_SHARDS
 from ..tensor.base import FP8Base
 
@@ -131,40 +130,3 @@ def as_if_cut(local: Tensor) -> Tensor:
     rank = torch.distributed.get_rank()
     mesh = DeviceMesh(local.device.type, [rank, rank + 1], _init_backend=False)
     return DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
-
-
-def check_cuts(
-    shape: Sequence[int], mesh: Any, placements: Sequence[Any], format: BlockFormat, what: str
-) -> None:
-    """Check that no block would be cut, so that ranks share no scale.
-
-    Args:
-        shape: the shape of the whole stack of experts, ``[E, N, K]`` or ``[E, K, N]``.
-        mesh, placements: of the DTensor.
-        format: the format of the weight's casts.
-        what: names the stack in the error message.
-
-    Raises:
-        NotImplementedError: a cut inside a block, or a placement other than a cut or a replica.
-    """
-    sizes = list(shape)
-    for index, placement in enumerate(placements):
-        ranks = mesh.size(index)
-        if placement.is_replicate() or ranks == 1:
-            continue
-        if not hasattr(placement, "dim"):
-            raise NotImplementedError(
-                f"{what} {list(shape)} with the placement {placement}: expected Shard(dim) or "
-                f"Replicate(), or leave the stack unconverted (skip=[...])"
-            )
-        dim = placement.dim % len(sizes)
-        pieces = getattr(placement, "split_factor", 1)  # a rank gets one part of each
-        size = ceil_div(ceil_div(sizes[dim], pieces), ranks)
-        block = 1 if dim == 0 else format.block_shape[dim - 1]
-        if size % block and size < sizes[dim]:
-            raise NotImplementedError(
-                f"{what} {list(shape)} is cut along dimension {dim} into parts of {size}, inside "
-                f"blocks of {block} that two ranks would share: cut between experts (Shard(0)) or "
-                f"over fewer ranks, or leave the stack unconverted (skip=[...])"
-            )
-        sizes[dim] = size * pieces

@@ -79,7 +79,8 @@ class _Layout:
     """
 
     def __init__(self, x: Any) -> None:
-        mesh, everybody = x.device_mesh, held_by_ranks(x)
+        mesh = x.device_mesh
+        everybody = held_by_ranks(x.shape, mesh, x.placements)
         placed = enumerate(x.placements)
         dims = [i for i, p in placed if mesh.size(i) > 1 and not p.is_replicate()]
         at = [slice(None) if i in dims else c for i, c in enumerate(mesh.get_coordinate())]

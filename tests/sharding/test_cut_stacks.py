@@ -183,15 +183,15 @@ def test_cuts_inside_blocks_are_refused_and_change_nothing(mesh: DeviceMesh) -> 
     assert_expected_inline(
         complaint(NotImplementedError, lambda: converted(late)),
         """\
-the weight of 'w1_EFD' [2, 320, 192] is cut along dimension 1 into parts of 160,
-inside blocks of 128 that two ranks would share: cut between experts (Shard(0)) or
-over fewer ranks, or leave the stack unconverted (skip=[...])""",
+the weight of 'w1_EFD' [2, 320, 192] with the placements [Shard(dim=1)], which cut
+128x128 blocks: expected cuts at multiples of 128 (fewer ranks), cuts between
+experts (Shard(0)), or the stack unconverted (skip=[...])""",
     )
     assert late.w1_EFD._local_tensor is before
     converted(model)
     for dim in (1, 2):
         text = complaint(NotImplementedError, lambda d=dim: cut(model, mesh, d))
-        assert "a stack of FP8 experts [2, 320, 192] is cut along dimension" in text
+        assert "a stack of FP8 experts [2, 320, 192] with the placements [Shard(dim=" in text
         assert type(model.w1_EFD) is BlockwiseFP8Weight
 
 
@@ -299,4 +299,4 @@ def test_gate_and_up_in_one_stack(mesh: DeviceMesh) -> None:
     assert torch.equal(functional.grouped_linear(x, local, offs), wanted)
     unaligned = BlockwiseFP8Weight(values[:, :384])
     text = complaint(NotImplementedError, lambda: distribute_tensor(unaligned, mesh, [cut]))
-    assert "along dimension 1 into parts of 96, inside blocks of 128" in text.replace("\n", " ")
+    assert "which cut 128x128 blocks" in text.replace("\n", " ")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,12 +16,9 @@ if not dist.is_available():
     pytest.skip("torch was built without distributed", allow_module_level=True)
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.placement_types import _StridedShard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from blocktensor import BlockwiseFP8Tensor, BlockwiseFP8Weight, functional, quantize
-from blocktensor.ops.formats import BLOCKS_128X128
-from blocktensor.sharding.dtensor import check_cuts
 from tests.support.models import complaint, linear, randn
 from tests.support.ranks import on_ranks
 from tests.support.sharded import assert_equal
@@ -108,46 +104,3 @@ def test_what_the_error_recommends(mesh: DeviceMesh) -> None:
     ):
         given = distribute_tensor(x, mesh, [placement])
         assert_equal(step(lambda x, take=take: module(take(x)), given, of=[module]), wanted)
-
-
-# Which cuts of a stack are refused, on meshes of one dimension and two
-
-HALVES = _StridedShard(1, split_factor=2)
-CUTS: list[tuple[tuple[int, ...], tuple[int, ...], tuple[Any, ...], str | None]] = [
-    ((5, 130, 70), (4,), (Shard(0),), None),
-    ((5, 130, 70), (4,), (Replicate(),), None),
-    ((5, 130, 70), (1,), (Shard(1),), None),
-    ((2, 512, 70), (4,), (Shard(1),), None),
-    ((2, 100, 512), (2,), (Shard(-1),), None),
-    ((2, 384, 70), (3,), (Shard(1),), None),
-    ((2, 512, 512), (2, 2), (Shard(1), Shard(2)), None),
-    ((2, 512, 70), (2, 2), (Shard(1), Shard(1)), None),
-    ((2, 512, 70), (2,), (HALVES,), None),
-    ((2, 512, 70), (2, 2), (HALVES, Shard(1)), None),  # of a part of gate and a part of up
-    ((2, 1, 70), (2,), (Shard(1),), None),  # of one rank, and of none
-    ((2, 100, 0), (2,), (Shard(2),), None),
-    ((8, 130, 70), (2, 2), (Shard(0), _StridedShard(0, split_factor=2)), None),
-    ((2, 512, 70), (8,), (Shard(1),), "into parts of 64, inside"),
-    ((2, 384, 70), (2,), (Shard(1),), "into parts of 192, inside"),
-    ((2, 100, 384), (2,), (Shard(-1),), "into parts of 192, inside"),
-    ((2, 256, 70), (2, 2), (Shard(1), Shard(1)), "into parts of 64, inside"),
-    ((2, 256, 70), (2,), (HALVES,), "into parts of 64, inside"),
-    (
-        (2, 128, 128),
-        (2,),
-        (Partial(),),
-        "a stack [2, 128, 128] with the placement P(sum): expected Shard(dim) or Replicate(), or "
-        "leave the stack unconverted (skip=[...])",
-    ),
-]
-
-
-@pytest.mark.parametrize(("shape", "sizes", "placements", "refused"), CUTS)
-def test_cuts_of_a_stack(
-    shape: tuple[int, ...], sizes: tuple[int, ...], placements: Any, refused: str | None
-) -> None:
-    mesh = SimpleNamespace(size=lambda dim: sizes[dim])
-    given = (shape, mesh, placements, BLOCKS_128X128, "a stack")
-    if refused is None:
-        return check_cuts(*given)
-    assert refused in " ".join(complaint(NotImplementedError, lambda: check_cuts(*given)).split())
