@@ -21,19 +21,14 @@ Cut = Callable[[Tensor], Tensor]
 """A function that takes a view of a master."""
 
 
-def is_read_at_once(weight: Tensor, inner: Tensor) -> bool:
-    """Return True if a copy in another dtype may share the FP8 form of ``weight``.
+def is_read_at_once(weight: Tensor) -> bool:
+    """Return True if a copy in another dtype, outside of traced graphs, may share the FP8 form.
 
-    Matmuls of a layer, of a recorded graph or of a traced one read the copy before the weight
-    changes. Any other copy may be kept, as a snapshot, and must not see writes to the weight, of
-    which PyTorch counts only some.
-
-    Args:
-        weight: the weight to copy.
-        inner: a tensor that holds its values.
+    Matmuls of a layer, or of a recorded graph, read the copy before the weight changes. Any other
+    copy may be kept, as a snapshot, and must not see writes to the weight, of which PyTorch counts
+    only some.
     """
-    is_recorded = torch.is_grad_enabled() and weight.requires_grad
-    return is_recorded or type(inner) not in PLAIN or layer_runs()
+    return (torch.is_grad_enabled() and weight.requires_grad) or layer_runs()
 
 
 class LateCopy:

@@ -203,9 +203,8 @@ def _to_copy(
     other = only_dtype(x, {"dtype": dtype, "device": device, **others})
     is_known = other in checks.HIGH_PRECISION
     if x.format.transposes and (is_known or (other is not None and converts_a_model())):
-        data = _forms(x)[0].data
-        # a compiled graph may return the copy
-        is_read = type(data) in PLAIN and is_read_at_once(x, data)
+        is_traced = type(_forms(x)[0].data) not in PLAIN  # the graph may return the copy
+        is_read = not is_traced and is_read_at_once(x)
         return (x if is_read else _copied(x)).relabel(dtype=dtype)
     return _copied(x, device, dtype, non_blocking)
 

@@ -257,7 +257,8 @@ def _to_copy(func: Any, w: BlockwiseFP8Weight, **kwargs: Any) -> Tensor:
     dtype = only_dtype(w, kwargs)
     if dtype not in checks.HIGH_PRECISION or isinstance(w._late, LateCopy):
         return _copy(func, w, **kwargs)
-    if not (_is_dense(w.cache.master) and is_read_at_once(w, w.cache.master)):
+    is_traced = type(w.cache.master) not in PLAIN
+    if not (_is_dense(w.cache.master) and (is_traced or is_read_at_once(w))):
         return _copy(func, w, **kwargs)
     return _late(LateCopy(w.cache, dtype), w.transposed)
 
