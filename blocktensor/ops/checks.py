@@ -164,12 +164,11 @@ def tensor(x: object, name: str) -> None:
         raise TypeError(f"{name} is a {type(x).__name__}: expected a tensor")
 
 
-def gemm_output(out_dtype: dtype) -> None:
-    """Check that the output dtype is bf16, fp16 or fp32, else TypeError."""
-    if out_dtype not in HIGH_PRECISION:
-        raise TypeError(
-            f"output dtype {out_dtype}: expected torch.bfloat16, torch.float16 or torch.float32"
-        )
+def given_dtype(given: dtype, name: str) -> None:
+    """Check that an argument of this name is bf16, fp16 or fp32, else TypeError."""
+    if given not in HIGH_PRECISION:
+        expected = ", ".join(map(str, HIGH_PRECISION))
+        raise TypeError(f"{name}={given!r}: expected one of {expected}")
 
 
 def same_k(a: Tensor, b: Tensor, what_a: str, what_b: str) -> None:

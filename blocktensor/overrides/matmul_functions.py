@@ -105,7 +105,7 @@ def _into(func: Any, args: tuple[Any, ...], *, out: Tensor, **kwargs: Any) -> Te
 
 def _in_dtype(func: Any, args: tuple[Any, ...], *, out_dtype: torch.dtype, **kwargs: Any) -> Tensor:
     """Compute ``func(..., out_dtype=out_dtype)``: operands of this dtype have the same casts."""
-    checks.gemm_output(out_dtype)
+    checks.given_dtype(out_dtype, "out_dtype")
 
     def converted(x: Any) -> Any:
         return x.to(out_dtype) if isinstance(x, Tensor) and x.is_floating_point() else x

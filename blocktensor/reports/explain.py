@@ -12,7 +12,7 @@ from torch import nn
 from ..conversion.fast_path import FastPath
 from ..model.matrix import all_fp8_weights
 from ..model.weights import experts_per_token
-from ..ops.checks import HIGH_PRECISION, is_integer
+from ..ops.checks import given_dtype, is_integer
 from ..ops.devices import CARDS, HOPPER, Card, capability, card
 from ..ops.formats import BlockFormat
 from ..ops.gemm.choose_backend import GemmProblem, choose_gemm, predict_gemm
@@ -146,9 +146,7 @@ def explain(
         raise TypeError(f"tokens={tokens!r} is a {type(tokens).__name__}: expected an integer")
     if tokens < 0:
         raise ValueError(f"tokens={tokens}: expected the rows of an input, 0 or more")
-    if dtype not in HIGH_PRECISION:
-        expected = ", ".join(map(str, HIGH_PRECISION))
-        raise TypeError(f"dtype={dtype!r}: expected one of {expected}")
+    given_dtype(dtype, "dtype")
     check_recipe(recipe)
     matmuls: list[Matmul] = []
     times: list[LayerTime] = []

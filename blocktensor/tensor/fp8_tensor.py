@@ -219,7 +219,7 @@ class BlockwiseFP8Tensor(FP8Base):
         recipe = recipe or DEFAULT_RECIPE
         form = Quantized(rowwise_data, rowwise_scale, _format(block_shape, recipe))
         checks.quantized(form)
-        checks.gemm_output(dtype)
+        checks.given_dtype(dtype, "dtype")
         row = laid_out(rowwise_data.contiguous(), rowwise_scale, form.format)
         return cls(row, None, shape=rowwise_data.shape, dtype=dtype, recipe=recipe)
 

@@ -28,6 +28,7 @@ from ..autograd.backward import FP8Function, Gradients, run_backward
 from ..autograd.matmuls import Saved
 from ..autograd.plan import autocast_dtype
 from ..autograd.quantize import cast_activation
+from ..ops import checks
 from ..ops.cast.ops import quantize_forms
 from ..ops.runtime.specialize import PLAIN
 from ..recipe import Recipe
@@ -45,7 +46,6 @@ from .parallel_forward import (
     token_dim,
 )
 from .parallel_matmuls import SharedGather, is_gathered_in_fp8
-from .styles import checked_dtype
 
 
 class PrepareModuleInput(torch_styles.PrepareModuleInput):
@@ -91,7 +91,9 @@ class PrepareModuleInput(torch_styles.PrepareModuleInput):
             desired_input_kwarg_layouts=desired_input_kwarg_layouts,
             use_local_output=use_local_output,
         )
-        self.reduce_dtype, self.in_rank_order = checked_dtype(reduce_dtype), in_rank_order
+        if reduce_dtype is not None:
+            checks.given_dtype(reduce_dtype, "reduce_dtype")
+        self.reduce_dtype, self.in_rank_order = reduce_dtype, in_rank_order
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         prepared = _OnMesh(self, device_mesh)

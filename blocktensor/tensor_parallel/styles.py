@@ -40,7 +40,9 @@ class _FP8Style(torch_styles.ParallelStyle):
             output_layouts=output_layouts,
             use_local_output=use_local_output,
         )
-        self.reduce_dtype, self.in_rank_order = checked_dtype(reduce_dtype), in_rank_order
+        if reduce_dtype is not None:
+            checks.given_dtype(reduce_dtype, "reduce_dtype")
+        self.reduce_dtype, self.in_rank_order = reduce_dtype, in_rank_order
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, nn.Linear):
@@ -116,14 +118,6 @@ class RowwiseParallel(_FP8Style, torch_styles.RowwiseParallel):
     """
 
     _forward = RowwiseForward
-
-
-def checked_dtype(reduce_dtype: torch.dtype | None) -> torch.dtype | None:
-    """Return ``reduce_dtype``, or raise TypeError."""
-    if reduce_dtype is not None and reduce_dtype not in checks.HIGH_PRECISION:
-        known = ", ".join(map(str, checks.HIGH_PRECISION))
-        raise TypeError(f"reduce_dtype={reduce_dtype!r}: expected one of {known}, or None")
-    return reduce_dtype
 
 
 def _bind(forward: ParallelForward, module: nn.Linear) -> None:

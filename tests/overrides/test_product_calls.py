@@ -123,7 +123,7 @@ def test_a_product_in_fp32_is_not_rounded(frozen: bool) -> None:
     assert made is acc and trace.count("blocktensor.gemm") == 1
     assert torch.equal(acc, wanted.detach())
     assert not torch.equal(acc, torch.ones(5, 256).add(x @ w.t()))
-    with pytest.raises(TypeError, match=r"output dtype torch\.float64: expected"):
+    with pytest.raises(TypeError, match=r"out_dtype=torch\.float64: expected"):
         torch.mm(x, w.t(), out_dtype=torch.float64)
     with pytest.raises(TypeError, match=r"has dtype torch\.int32"):
         torch.mm(x.int(), w.t(), out_dtype=torch.float32)

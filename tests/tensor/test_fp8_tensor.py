@@ -230,7 +230,7 @@ ValueError: FP8 data has 3 dimensions, shape [1, 200, 300]: expected 2; 1x128 da
 ValueError: block_shape (1, 64): expected (1, 128) (activations, gradients) or (128, 128)
   (weights)
 ValueError: FP8 data is on cpu and its scales on meta: move them to one device
-TypeError: output dtype torch.float64: expected torch.bfloat16, torch.float16 or torch.float32""",
+TypeError: dtype=torch.float64: expected one of torch.bfloat16, torch.float16, torch.float32""",
     )
 
 

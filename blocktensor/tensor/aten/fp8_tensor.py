@@ -149,7 +149,7 @@ def _as_strided(
 def _fresh(x: BlockwiseFP8Tensor, device: Any, dtype: Any) -> BlockwiseFP8Tensor:
     """Return uninitialised storage for the forms of ``x``, scales included."""
     if dtype is not None:
-        checks.gemm_output(dtype)
+        checks.given_dtype(dtype, "dtype")
     place = x.device if device is None else device
     forms = (form and empty_quantized(form.data.shape, form.format, place) for form in x.operand)
     source = None if x.source is None else torch.empty_like(x.source, device=device)
