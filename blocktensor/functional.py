@@ -304,8 +304,7 @@ def _gated(
     """
     offs, _, recompute, recipe = how
     _check(None, {}, {"w_gate": weights[0], "w_up": weights[1]})
-    if not isinstance(recompute, bool):
-        raise TypeError(f"recompute={recompute!r}: expected True or False")
+    checks.flag(recompute, "recompute")
     if any(_stays_whole(w, recipe) for w in weights):
         linears = _gated_mlp.linears_by(linear, grouped_linear, offs, recipe)
         return _whole_functions.gated_mlp(linears, x, weights, biases, *how)

@@ -26,6 +26,7 @@ from ..model.names import (
 )
 from ..model.progress import check_progress, progress_bar
 from ..model.weights import is_conv1d, kind_of, weights_of, why_unconvertible
+from ..ops import checks
 from ..patches import apply_for_fp8
 from ..recipe import DEFAULT_RECIPE, Recipe, check_recipe
 from ..sharding.dtensor import fp8_part
@@ -174,9 +175,8 @@ def convert(
         raise TypeError(f"filter={filter!r} is not callable: expected filter(module, name) -> bool")
     if not isinstance(skip_small, (bool, MinSizes)):
         raise TypeError(f"skip_small={skip_small!r}: expected True, False or a MinSizes")
-    for option, value in (("convert_head", convert_head), ("dry_run", dry_run)):
-        if not isinstance(value, bool):
-            raise TypeError(f"{option}={value!r}: expected True or False")
+    checks.flag(convert_head, "convert_head")
+    checks.flag(dry_run, "dry_run")
     named = {} if stacks is None else named_experts(model, stacks)
     matrices = matrices_of(model, named)
     skipped = weights_to_skip(model, skip, matrices)

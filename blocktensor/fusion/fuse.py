@@ -9,6 +9,7 @@ from torch import nn
 from ..model.names import check_module
 from ..model.progress import check_progress, progress_bar
 from ..model.weights import kind_of
+from ..ops import checks
 from ..overrides import dynamo
 from ..sharding.dtensor import fp8_part
 from ..text_table import Report, Table, collapse
@@ -131,8 +132,7 @@ def fuse(
         1 fused, 0 left alone
     """
     check_module(model, "fuse")
-    if not isinstance(recompute, bool):
-        raise TypeError(f"recompute={recompute!r}: expected True or False")
+    checks.flag(recompute, "recompute")
     check_progress(progress)
     if all(fp8_part(p) is None for p in model.parameters()):
         raise not_converted(model, "fuse")

@@ -158,6 +158,12 @@ def is_integer(x: object) -> TypeGuard[int]:
     return isinstance(x, Integral) and not isinstance(x, bool)
 
 
+def flag(given: object, name: str) -> None:
+    """Check that an argument of this name is True or False, else TypeError."""
+    if not isinstance(given, bool):
+        raise TypeError(f"{name}={given!r}: expected True or False")
+
+
 def tensor(x: object, name: str) -> None:
     """Check that ``x`` is a tensor, else TypeError."""
     if not isinstance(x, Tensor):

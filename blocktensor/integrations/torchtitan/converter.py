@@ -23,6 +23,7 @@ from ...conversion.convert import convert
 from ...fusion.fuse import fuse
 from ...fusion.fused_class import fused_modules
 from ...fusion.mlp import MLP
+from ...ops import checks
 from ...ops.formats import ScaleRounding, WeightGrid
 from ...patches import SET_TIMEOUT, TORCHTITAN_CONFIG
 from ...recipe import Backward, CachePolicy, Recipe, Scales, WgradInput
@@ -102,8 +103,7 @@ class BlockwiseFP8Converter(QuantizationConverter):
         """
         self.config = config
         _check_names(config.filter_fqns)
-        if not isinstance(config.convert_head, bool):
-            raise TypeError(f"convert_head={config.convert_head!r}: expected True or False")
+        checks.flag(config.convert_head, "convert_head")
         self._recipe = Recipe(
             scale=config.scale,
             cache_weight=config.cache_weight,

@@ -11,6 +11,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ...conversion.report import MinSizes
 from ...model.names import check_patterns
+from ...ops import checks
 from ...patches import FP8_LOADING, GIVEN_CONFIG
 from ...recipe import DEFAULT_RECIPE, Recipe
 
@@ -75,8 +76,7 @@ class BlockwiseFP8Config(QuantizationConfigMixin):  # type: ignore[misc,unused-i
                 f"patterns of module names, e.g. {{'*.moe': ['w_up', 'w_down']}}"
             )
         for name in ("frozen", "fuse", "convert_head"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name}={getattr(self, name)!r}: expected True or False")
+            checks.flag(getattr(self, name), name)
 
     def to_dict(self) -> dict[str, Any]:
         """Return all entries, of the types of JSON, with ``quant_method``."""
