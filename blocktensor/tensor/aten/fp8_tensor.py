@@ -38,39 +38,35 @@ def _alias(func: Any, x: BlockwiseFP8Tensor) -> BlockwiseFP8Tensor:
 def _t(func: Any, x: BlockwiseFP8Tensor) -> BlockwiseFP8Tensor:
     if x.ndim != 2:
         refuse(func)
-    return _swap_last(x)
+    return _permuted(x, [1, 0], "t()")
 
 
 @implements(ATEN_OPS, aten.transpose.int)
 @view_of_its_kind
 def _transpose(func: Any, x: BlockwiseFP8Tensor, dim0: int, dim1: int) -> BlockwiseFP8Tensor:
-    dims = {dim0 % x.ndim, dim1 % x.ndim}
-    if len(dims) == 1:
-        return x.relabel()
-    held_flat = x.format.rows == 1 and x.ndim != 2
-    if dims != {x.ndim - 2, x.ndim - 1} or held_flat:
-        raise NotImplementedError(
-            f"transpose({dim0}, {dim1}) of a BlockwiseFP8Tensor {list(x.shape)}: FP8 blocks can "
-            f"swap only the last two dimensions of a matrix (or stack of 128x128-block matrices); "
-            f"call .dequantize() first"
-        )
-    return _swap_last(x)
+    order = list(range(x.ndim))
+    order[dim0], order[dim1] = order[dim1], order[dim0]
+    return _permuted(x, order, f"transpose({dim0}, {dim1})")
 
 
 @implements(ATEN_OPS, aten.permute.default)
 @view_of_its_kind
 def _permute(func: Any, x: BlockwiseFP8Tensor, dims: list[int]) -> BlockwiseFP8Tensor:
-    if [d % x.ndim for d in dims] != [*range(x.ndim - 2), x.ndim - 1, x.ndim - 2]:
+    return _permuted(x, [d % x.ndim for d in dims], f"permute({dims})")
+
+
+def _permuted(x: BlockwiseFP8Tensor, order: list[int], call: str) -> BlockwiseFP8Tensor:
+    same = list(range(x.ndim))
+    if order == same:
+        return x.relabel()
+    held_flat = x.format.rows == 1 and x.ndim != 2
+    if order != [*same[:-2], *same[:-3:-1]] or held_flat:
         raise NotImplementedError(
-            f"permute({dims}) of a BlockwiseFP8Tensor {list(x.shape)}: FP8 blocks can swap only "
-            f"the last two dimensions; call .dequantize() first"
+            f"{call} of a BlockwiseFP8Tensor {list(x.shape)}: FP8 blocks can swap only the last "
+            f"two dimensions of a matrix (or stack of 128x128-block matrices); call .dequantize() "
+            f"first"
         )
-    return _transpose(func, x, -2, -1)
-
-
-def _swap_last(x: BlockwiseFP8Tensor) -> BlockwiseFP8Tensor:
-    shape, strides = list(x.shape), list(x.stride())
-    shape[-2:], strides[-2:] = shape[:-3:-1], strides[:-3:-1]
+    shape, strides = ([each[d] for d in order] for each in (x.shape, x.stride()))
     return x.relabel(shape=shape, strides=strides, transpose=True)
 
 
