@@ -1,7 +1,7 @@
 """Override torch functions whose result depends on the part of torch that calls them.
 
-``state_dict``, ``nn.Parameter``, FSDP and ``distribute_tensor`` call ``detach``, ``chunk`` and
-similar functions, and have no other hook for tensor types.
+``state_dict``, ``nn.Parameter``, FSDP, ``distribute_tensor`` and ``nn.DataParallel`` call
+``detach``, ``chunk`` and similar functions, and have no other hook for tensor types.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from ..sharding.fsdp.shards import chunks
 from ..tensor.base import MasterBase
 from ..tensor.compat.swap_in import carry_over, take_content
 from ..tensor.fp8_tensor import BlockwiseFP8Tensor
+from ..tensor.refusals import with_remedy
 from ..tensor.torch_internals.callers import APPLY, Caller, caller
 from ..tensor.weight import FP8_TYPES, BlockwiseFP8Weight
 
@@ -134,11 +135,28 @@ def _flatten(input: Tensor, *args: Any, **kwargs: Any) -> Any:
     return _as_usual(torch.flatten, input, *args, **kwargs)
 
 
+_COPIES_TO_DEVICES = "torch._utils", "_handle_complex"
+"""Asked of each tensor by ``torch.nn.parallel.comm``, just before C++ copies its memory."""
+
+
+def _is_complex(tensor: Tensor) -> Any:
+    if caller_of_override().place == _COPIES_TO_DEVICES:
+        raise with_remedy(
+            f"nn.DataParallel (transformers' Trainer uses it if one process sees several GPUs) "
+            f"copies parameters to other GPUs as plain tensors, and a {type(tensor).__name__} "
+            f"would silently compute in high precision there: start one process for each GPU "
+            f"(torchrun, accelerate launch) with DistributedDataParallel or fully_shard (FSDP2), "
+            f"or let this process see one GPU (CUDA_VISIBLE_DEVICES=0)"
+        )
+    return _as_usual(Tensor.is_complex, tensor)
+
+
 BY_CALLER: dict[Any, Callable[..., Any]] = {
     Tensor.detach: _detach,
     torch.chunk: _chunk,
     torch.flatten: _flatten,
     Tensor.contiguous: _contiguous,
+    Tensor.is_complex: _is_complex,
     Tensor.new_zeros: _new_zeros,
     Tensor.view_as: _view_as,
 }

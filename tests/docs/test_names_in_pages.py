@@ -29,7 +29,7 @@ FOREIGN_MODULES = ("cp.", "deepspeed.", "gl.", "griddepcontrol.", "te.", "torch.
 """Names with these beginnings are others'."""
 
 FOREIGN = {
-    "torch": """AccumulateGrad ScheduleDualPipeV ScheduleGPipe ScheduleInterleaved1F1B
+    "torch": """AccumulateGrad DataParallel ScheduleDualPipeV ScheduleGPipe ScheduleInterleaved1F1B
         ScheduleInterleavedZeroBubble ScheduleLoopedBFS ScheduleZBVZeroBubble Library.define
         ZeroRedundancyOptimizer _broadcast_coalesced cudaStreamSynchronize""",
     "torchao": """Float8ColwiseParallel Float8LinearConverter Float8RowwiseParallel

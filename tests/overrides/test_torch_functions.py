@@ -284,3 +284,14 @@ def test_a_whole_stack_is_plain_on_one_rank_too() -> None:
         assert whole.requires_grad == (not frozen)
     held.requires_grad_().full_tensor().square().sum().backward()
     assert torch.equal(held.grad.to_local(), 2 * plain(stack))
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_copies_for_other_gpus_are_refused(evaluates: bool, frozen: bool) -> None:
+    """``nn.DataParallel`` makes them in each forward; they would be plain."""
+    device = "cpu" if evaluates else "meta"  # training, torch refuses the CPU itself
+    module = linear(N, K, frozen=frozen, device=device)
+    with pytest.raises(NotImplementedError, match=r"^nn\.DataParallel .*\(torchrun"):
+        nn.parallel.replicate(module, [0, 1], detach=evaluates)
+    assert not module.weight.is_complex()
