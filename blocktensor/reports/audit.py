@@ -357,8 +357,11 @@ def _restore_buffers(
     module._buffers.update(buffers)
     for name, old in values.items():
         buffer: Any = buffers[name]
+        layouts = [(x.shape, x.dtype, x.device) for x in (buffer, old)]
+        if layouts[0] != layouts[1]:  # resized in place, as observers of torch.ao do
+            buffer.data = old
         # without a change, do not write: a write would invalidate earlier graphs
-        if not (old.is_meta or torch.equal(buffer, old)):
+        elif not (old.is_meta or torch.equal(buffer, old)):
             with torch.no_grad():
                 buffer.copy_(old)
 

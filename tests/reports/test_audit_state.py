@@ -25,12 +25,16 @@ class Stateful(nn.Module):
         self.norm, self.drop = nn.BatchNorm1d(48), nn.Dropout(0.5)
         self.register_buffer("replaced", torch.zeros(3))
         self.register_buffer("absent", None)
+        self.register_buffer("resized", torch.zeros(0))
+        self.register_buffer("moved", torch.zeros(2))
         self.fails = fails
 
     def forward(self, x: Tensor) -> Tensor:
         self.replaced = self.replaced + 1
         self.register_buffer("added", torch.ones(2))
         self.absent = torch.ones(2)
+        self.resized.resize_(3).fill_(1)
+        self.moved.data = torch.ones(2, dtype=torch.int64)
         self.norm.train(not self.norm.training)
         y = self.down(self.drop(self.norm(self.up(x)).relu()))
         if self.fails:
