@@ -14,9 +14,9 @@ from torch.compiler import is_compiling
 from .. import patches
 from ..ops.formats import BlockFormat
 from ..ops.runtime.specialize import PLAIN
-from .refusals import name_module, refuse
+from .refusals import name_module, refuse, with_remedy
 from .torch_internals.aot_autograd import plain_tangent
-from .torch_internals.callers import address_as_a_name, caller
+from .torch_internals.callers import HANDS_OUT, address_as_a_name, caller
 from .torch_internals.frames import never_compiled, only_inlined
 
 TORCH_FUNCTIONS: dict[Any, Callable[..., Any]] = {}
@@ -115,6 +115,22 @@ class FP8Base(Tensor):
         raise NotImplementedError(
             f"a {type(self).__name__} has no memory of its own: take .rowwise_data and "
             f".rowwise_scale, or call .dequantize()"
+        )
+
+    def _typed_storage(self) -> Any:
+        """Return the storage; for a handle that another process opens, the storage of the master.
+
+        Raises:
+            NotImplementedError: a handle of a frozen tensor, which has several buffers.
+        """
+        if caller().place != HANDS_OUT:
+            return super()._typed_storage()
+        if isinstance(self, MasterBase):
+            return self.master._typed_storage()
+        raise with_remedy(
+            f"reduce_tensor of a {type(self).__name__} would send the address of no memory: "
+            f"reduce .rowwise_data and .rowwise_scale, what blocktensor.iter_fp8 yields, or "
+            f".dequantize()"
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

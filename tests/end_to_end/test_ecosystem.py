@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import reduce_tensor
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -20,7 +22,7 @@ from torch.utils.checkpoint import (
 from blocktensor import convert, freeze
 from blocktensor.ops import reference
 from tests.support.backends import replace_op
-from tests.support.models import randn
+from tests.support.models import plain, randn
 from tests.support.ranks import forking, on_ranks
 from tests.support.steps import assert_bits, step
 
@@ -64,7 +66,7 @@ def test_ddp_trains_as_one_process_with_the_mean_gradient(world: int, device: st
 def test_loss_scaling_skips_what_overflows() -> None:
     model, twin = mlp(torch.float32), mlp(torch.float32)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    optimizer, plain = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, twin))
+    optimizer, of_twin = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, twin))
     x = randn(5, K, dtype=torch.float32)
 
     def scaled_step(loss: Tensor) -> list[Tensor]:
@@ -76,7 +78,7 @@ def test_loss_scaling_skips_what_overflows() -> None:
 
     before = scaled_step(model(x).square().mean())
     twin(x).square().mean().backward()
-    plain.step()
+    of_twin.step()
     torch.testing.assert_close(before, values(twin))
     after = scaled_step(model(x * torch.inf).sum())
     assert all(map(torch.equal, after, before))
@@ -110,6 +112,27 @@ def test_a_model_in_shared_memory(frozen: bool) -> None:
         again = mlp()
         again.load_state_dict(model.state_dict())
         assert torch.equal(model(x), again(x))
+
+
+@pytest.mark.parametrize("of", [lambda w: w, lambda w: w.data, lambda w: w.detach()[128:].t()])
+def test_a_handle_of_a_weight_opens_its_master(of: Callable[[Tensor], Tensor]) -> None:
+    """As trainers send weights to a rollout engine on the same GPU, by CUDA IPC."""
+    weight = mlp()[0].weight
+    sent = of(weight)
+    rebuild, handle = reduce_tensor(sent)
+    opened = rebuild(*handle)
+    assert type(opened) is Tensor
+    assert torch.equal(opened, plain(sent))
+    with torch.no_grad():
+        weight.mul_(2)
+    assert torch.equal(opened, plain(of(weight)))
+
+
+def test_a_handle_of_a_frozen_weight_is_refused() -> None:
+    model = mlp()
+    freeze(model)
+    with pytest.raises(NotImplementedError, match=r"^reduce_tensor of a .* \.dequantize\(\)$"):
+        reduce_tensor(model[0].weight)
 
 
 @pytest.mark.parametrize("saved", ["gemm", "quantize_both", "nothing"])

@@ -21,6 +21,9 @@ APPLY = "torch.nn.modules.module", "_apply"
 PARAMETRIZE = "torch.nn.utils.parametrize", "_maybe_set"
 """Gives a parameter the content of ``right_inverse(weight)``."""
 
+HANDS_OUT = "torch.multiprocessing.reductions", "reduce_tensor"
+"""Makes a handle (CUDA IPC, shared memory), with which another process opens a tensor's memory."""
+
 
 class Caller:
     """A function on the stack."""
