@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
+from torch.compiler import is_compiling, is_dynamo_compiling
 
 from ..ops import checks
 from ..ops.formats import GROUP_STEP, ROW_STEP
@@ -182,6 +182,8 @@ def _key(
     """
     if is_compiling():
         _name_our_code()
+        if not is_dynamo_compiling():  # ops run on fake tensors
+            _refuse_functorch()
     else:
         _refuse_surroundings(x)
         if LOSES_GRAPHS:
@@ -234,6 +236,10 @@ def _refuse_surroundings(x: Tensor) -> None:
             "torch.jit.trace of an FP8 linear layer: freeze the model and use torch.export, or use "
             "torch.compile"
         )
+    _refuse_functorch()
+
+
+def _refuse_functorch() -> None:
     if torch._C._are_functorch_transforms_active():
         refuse_torch_func()
 

@@ -292,3 +292,23 @@ def test_an_activation_that_a_graph_casts_enters_another(recipe: Recipe) -> None
         for compiled_linear in (model, torch.compile(model, backend="aot_eager")):
             assert torch.equal(compiled_linear(joined), model(torch.cat([eager, eager])))
             assert torch.equal(compiled_linear(q), model(eager))
+
+
+TRANSFORMS: dict[str, Callable[..., Any]] = {
+    "vmap": lambda run, x: torch.func.vmap(run)(x),
+    "grad": lambda run, x: torch.func.grad(lambda x: run(x).sum())(x),
+    "jvp": lambda run, x: torch.func.jvp(run, (x,), (x,)),
+}
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_torch_func_in_a_compiled_function_is_refused_with_a_remedy(
+    name: str, frozen: bool
+) -> None:
+    model, x = mlp(dtype=torch.float32), randn(8, K, dtype=torch.float32)
+    if frozen:
+        freeze(model)
+    compiled = torch.compile(lambda x: TRANSFORMS[name](model, x), backend="aot_eager")
+    with pytest.raises(Exception, match=r"FP8 linear layer under torch\.func.*use torch\.autograd"):
+        compiled(x)
