@@ -19,6 +19,7 @@ from typing import Any, Literal, ParamSpec, TypeVar, get_args, get_origin, get_t
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
 from .formats import BlockFormat, Quantized, named
@@ -80,6 +81,7 @@ def op(
             return flops(*schema.arguments(*flat))
 
         def compute(*flat: Any) -> Any:
+            _refuse_tangents(name, flat)
             args = schema.arguments(*flat)
             made = schema.tensors(table.run(*args))
             if (recording := table.recording(args)) is not None:
@@ -97,6 +99,32 @@ def op(
         return _called(fake, table)
 
     return declare
+
+
+_exclude, _KEYS = torch._C._SetExcludeDispatchKeyGuard, torch._C.DispatchKey
+
+
+def _refuse_tangents(name: str, flat: Sequence[Any]) -> None:
+    """Refuse forward-mode AD, whose tangents would silently end at an op.
+
+    Autograd functions refuse it where they run. A compiled graph without gradients calls the ops
+    alone.
+
+    Raises:
+        NotImplementedError: an argument has a tangent.
+    """
+    if forward_ad._current_level < 0:
+        return
+    tensors = [x for x in flat if isinstance(x, Tensor) and not x.is_inference()]
+    # ops run below autograd, which alone knows tangents
+    with _exclude(_KEYS.AutogradFunctionality, False), _exclude(_KEYS.ADInplaceOrView, False):
+        has_tangent = any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
+    if has_tangent:
+        raise NotImplementedError(
+            f"forward-mode AD (jvp) through blocktensor.{name}, which has no rule for it: use "
+            f"reverse mode (torch.autograd.grad), or leave these modules unconverted "
+            f"(convert(..., skip=[...]))"
+        )
 
 
 def _repeat(name: str, letters: str, recording: Any) -> None:

@@ -312,3 +312,16 @@ def test_torch_func_in_a_compiled_function_is_refused_with_a_remedy(
     compiled = torch.compile(lambda x: TRANSFORMS[name](model, x), backend="aot_eager")
     with pytest.raises(Exception, match=r"FP8 linear layer under torch\.func.*use torch\.autograd"):
         compiled(x)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_forward_mode_through_a_compiled_model_is_refused(frozen: bool) -> None:
+    model, x = mlp(dtype=torch.float32), randn(8, K, dtype=torch.float32)
+    if frozen:
+        freeze(model)
+        model.requires_grad_(False)
+    compiled = torch.compile(model, backend="aot_eager")
+    with torch.autograd.forward_ad.dual_level(), torch.no_grad():
+        assert compiled(x).shape == x.shape
+        with pytest.raises(NotImplementedError, match="jvp"):
+            compiled(torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)))

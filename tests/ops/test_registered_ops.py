@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Generator, Tensor
 from torch._subclasses import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -275,6 +276,22 @@ def test_opcheck(label: str, shape: tuple[int, int]) -> None:
     assert passed == dict.fromkeys(checks, "SUCCESS")
     for x, y in zip(outputs(args), outputs(before), strict=True):
         assert_same(x, y)  # opcheck works on copies
+
+
+@every_op
+def test_a_tangent_does_not_end_at_an_op(label: str) -> None:
+    """A compiled graph without gradients calls ops, which no autograd function stands before."""
+    args = op_samples(label, (130, 300))
+    first = next(x for x in args if isinstance(x, Tensor) and x.is_floating_point())
+    with forward_ad.dual_level(), torch.no_grad():
+        op_of(label)(*args)
+        with torch.inference_mode():
+            op_of(label)(*tree_map_only(Tensor, torch.clone, args))
+        tangent = torch.zeros(first.shape).to(first.dtype)
+        dual = forward_ad.make_dual(first, tangent)
+        assert forward_ad.unpack_dual(dual).tangent is not None
+        with pytest.raises(NotImplementedError, match=r"forward-mode AD \(jvp\).*reverse mode"):
+            op_of(label)(*(dual if x is first else x for x in args))
 
 
 @every_op

@@ -1522,12 +1522,17 @@ struct Kernel : c10::OperatorKernel {
     if (keys.has_any(of_modes) || c10::impl::TorchDispatchModeTLS::any_modes_set()) {
       return true;
     }
-    if (!at::GradMode::is_enabled() || !keys.has_any(c10::autograd_dispatch_keyset)) {
+    if (!keys.has_any(c10::autograd_dispatch_keyset)) {
       return false;
     }
+    bool has_graph = at::GradMode::is_enabled();
     for (const auto& each : args) {
-      if (each.isTensor() && each.toTensor().defined() && each.toTensor().requires_grad()) {
-        return true;
+      if (!each.isTensor() || !each.toTensor().defined()) {
+        continue;
+      }
+      const auto& tensor = each.toTensor();
+      if ((has_graph && tensor.requires_grad()) || tensor._fw_grad(0).defined()) {
+        return true;  // also for a tangent (forward-mode AD), which the op refuses
       }
     }
     return false;
