@@ -135,7 +135,10 @@ def matmul_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) 
     if formula is None or not tensors:
         return None
     # a convolution, or an op of a library that has registered its FLOPs
-    flops = formula(*args, **kwargs, out_val=out)
+    if packet is aten.convolution_backward:
+        flops = _flops_of_convolution_backward(args)
+    else:
+        flops = formula(*args, **kwargs, out_val=out)
     rows, weight = (args[0], args[2]) if packet is aten.convolution_backward else (out, None)
     n = m = k = 0
     if isinstance(rows, Tensor) and rows.ndim > 1:
@@ -195,6 +198,18 @@ def _of_matrices(packet: Any, left: int, args: Sequence[Any], out: Any) -> Matmu
         is_wgrad=packet is ours.grouped_gemm_wgrad,
         is_batched=is_batched,
     )
+
+
+def _flops_of_convolution_backward(args: Sequence[Any]) -> int:
+    """Return the FLOPs of the gradients of the input and of the weight.
+
+    Each takes the FLOPs of the forward. torch's formula ignores groups: a depthwise convolution of
+    C channels counts C times in it.
+    """
+    grad, x, weight = args[:3]
+    rows = x if args[7] else grad  # transposed: every element of the input meets the weight
+    flops: int = 2 * rows.shape[0] * math.prod(rows.shape[2:]) * weight.numel()
+    return flops * sum(map(bool, args[10][:2]))
 
 
 def _of_attention(packet: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Matmul:

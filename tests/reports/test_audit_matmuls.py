@@ -76,6 +76,21 @@ def test_matrices(op: str) -> None:
     assert found(run) == [shape]
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("groups", [1, 2, 8])
+def test_backward_of_a_convolution(groups: int, transposed: bool) -> None:
+    """Each gradient takes the FLOPs of the forward, also of a depthwise convolution."""
+    conv = F.conv_transpose1d if transposed else F.conv1d
+    x, w = torch.ones(2, 8, 9, requires_grad=True), torch.ones(8, 8 // groups, 3).requires_grad_()
+    with Found() as mode:
+        out = conv(x, w, groups=groups)
+        for needed in ([x, w], [x], [w]):
+            torch.autograd.grad(out.sum(), needed, retain_graph=True)
+    forward, *backwards = (matmul.flops for matmul in mode.matmuls)
+    assert forward == 2 * 2 * (9 if transposed else 7) * w.numel()
+    assert backwards == [2 * forward, forward, forward]
+
+
 class MoE(nn.Module):
     def __init__(self) -> None:
         super().__init__()
