@@ -6,7 +6,9 @@ import difflib
 import importlib
 import json
 import os
-from collections.abc import Mapping
+import textwrap
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,9 @@ KNOWN: dict[str, dict[str, Any]] = json.loads(
     Path(__file__).with_suffix(".json").read_text("utf-8")
 )
 """The config class of transformers and the sizes of models, by their ids on the hub."""
+
+_LONGEST = 300
+"""The most characters of an error of transformers that are shown; some list all its classes."""
 
 
 def model_of(source: Any, sizes: Mapping[str, Any] | None = None) -> tuple[str, nn.Module]:
@@ -31,8 +36,9 @@ def model_of(source: Any, sizes: Mapping[str, Any] | None = None) -> tuple[str, 
     Raises:
         ImportError: transformers is not installed.
         TypeError: another type; sizes of a module, which has them already.
-        ValueError: an unknown name, a folder without a config, a size that the config does not
-            have, or sizes of which transformers cannot build a model.
+        ValueError: an unknown name, a folder without a config or with one that transformers cannot
+            read, a size that the config does not have, or values of which transformers cannot
+            make a config or a model.
     """
     if isinstance(source, nn.Module):
         if sizes:
@@ -54,17 +60,23 @@ def model_of(source: Any, sizes: Mapping[str, Any] | None = None) -> tuple[str, 
     config.quantization_config = None
     del config.quantization_config  # of an FP8 checkpoint, whose layers are not nn.Linear
     library = _transformers()
-    try:
-        with torch.device("meta"):
-            model: nn.Module = library.AutoModelForCausalLM.from_config(
-                config, dtype=torch.bfloat16
-            )
-    except Exception as error:  # whatever transformers raises for sizes that do not fit together
-        raise ValueError(
-            f"transformers cannot build a causal language model from this {type(config).__name__}: "
-            f"{error}. Change its sizes, or pass a module on the meta device"
-        ) from error
+    what = f"build a causal language model from this {type(config).__name__}"
+    with _by_transformers(what), torch.device("meta"):
+        model: nn.Module = library.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     return name, model
+
+
+@contextmanager
+def _by_transformers(what: str) -> Iterator[None]:
+    """Raise ValueError for whatever transformers raises for values that it does not take."""
+    try:
+        yield
+    except Exception as error:
+        said = textwrap.shorten(str(error), _LONGEST, placeholder=" …")
+        raise ValueError(
+            f"transformers cannot {what}: {said.rstrip('.')}. Change its values, or pass a module "
+            f"on the meta device"
+        ) from error
 
 
 def _transformers() -> Any:
@@ -85,7 +97,8 @@ def _named(name: str, sizes: Mapping[str, Any]) -> tuple[str, Any]:
     folder = path.parent if path.name == "config.json" else path
     if (folder / "config.json").is_file():
         library = _transformers()
-        config = library.AutoConfig.from_pretrained(folder, local_files_only=True)
+        with _by_transformers(f"read {str(folder / 'config.json')!r}"):
+            config = library.AutoConfig.from_pretrained(folder, local_files_only=True)
         return folder.resolve().name, _changed(config, sizes)
     if path.is_dir():
         raise ValueError(f"{name!r} has no config.json: expected the folder of a model")
@@ -104,19 +117,27 @@ def _named(name: str, sizes: Mapping[str, Any]) -> tuple[str, Any]:
 
 def _made(kind: Any, known: Mapping[str, Any], sizes: Mapping[str, Any]) -> Any:
     """Return a config of a class, which computes missing sizes from the given ones."""
-    _check(kind(**known), sizes)
-    return kind(**{**known, **sizes})
+    with _by_transformers(f"build {kind.__name__}()"):
+        config = kind(**known)
+    _check(config, sizes)
+    with _by_transformers(f"build {kind.__name__}({_listed(sizes)})"):
+        return kind(**{**known, **sizes})
 
 
 def _changed(config: Any, sizes: Mapping[str, Any]) -> Any:
     """Return a config with other sizes; values that it computed from the former sizes stay."""
     _check(config, sizes)
     for name, value in sizes.items():
-        setattr(config, name, value)
+        with _by_transformers(f"build {type(config).__name__}({_listed({name: value})})"):
+            setattr(config, name, value)
         kinds = getattr(config, "layer_types", None)
         if name == "num_hidden_layers" and kinds:  # one for each layer
             config.layer_types = [kinds[i % len(kinds)] for i in range(value)]
     return config
+
+
+def _listed(sizes: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in sizes.items())
 
 
 def _check(config: Any, sizes: Mapping[str, Any]) -> None:

@@ -243,6 +243,25 @@ def test_a_recipe_is_a_recipe() -> None:
         ),
         ("LlamaConfig", {"num_hidden_layers": -1}, ValueError, "num_hidden_layers=-1: expected 1"),
         ("ViTConfig", {}, ValueError, "cannot build a causal language model from this ViTConfig"),
+        (
+            "LlamaConfig",
+            {"hidden_size": "abc"},
+            ValueError,
+            "cannot build LlamaConfig(hidden_size='abc'): ",
+        ),
+        (
+            "Llama-3.1-8B",
+            {"num_attention_heads": 7},
+            ValueError,
+            "cannot build LlamaConfig(num_attention_heads=7): ",
+        ),
+        (
+            transformers.LlamaConfig(),
+            {"hidden_size": 2.5},
+            ValueError,
+            "cannot build LlamaConfig(hidden_size=2.5): ",
+        ),
+        ("AutoConfig", {}, ValueError, "cannot build AutoConfig(): "),
         (nn.Linear(8, 8), {"x": 1}, TypeError, "change a config: build the Linear with them"),
         (8, {}, TypeError, "plan takes a module, a config of transformers, or the name of one"),
     ],
@@ -252,6 +271,19 @@ def test_sources_that_are_refused(
 ) -> None:
     with pytest.raises(error, match=re.escape(message)):
         plan(source, sizes=sizes)
+
+
+def test_an_error_that_lists_all_classes_of_transformers_is_cut() -> None:
+    with pytest.raises(ValueError, match="Model type should be one of") as error:
+        plan("T5Config")
+    assert len(str(error.value)) < 500
+
+
+@pytest.mark.parametrize("text", ["{}", "no JSON", '{"model_type": "llama", "hidden_size": "x"}'])
+def test_a_config_that_transformers_cannot_read(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=r"^transformers cannot read '.*config\.json': "):
+        plan(tmp_path)
 
 
 def test_a_folder_without_a_config(tmp_path: Path) -> None:
