@@ -37,6 +37,19 @@ def ends_of(names: Iterable[str]) -> str:
     return ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in names)) or "none"
 
 
+def meant_by(pattern: str, names: Sequence[str]) -> str:
+    """Return the end of a message that shows how to write a pattern that matches no name.
+
+    Patterns are shell-style and match whole names; peft's match the ends of names, or are regular
+    expressions.
+    """
+    for other in (f"*.{pattern}", pattern.replace(".*", "*"), f"*{pattern}*"):
+        count = sum(matching(name, [other]) for name in names)
+        if count:
+            return f"; a pattern matches whole names: {other!r} matches {count} of {len(names)}"
+    return ""
+
+
 def check_patterns(patterns: Sequence[str], argument: str, example: str) -> tuple[str, ...]:
     """Return the patterns of module names that a caller gave.
 
@@ -101,6 +114,7 @@ def weights_to_skip(
                 f"skip pattern {pattern!r} matches no weight of this {type(model).__name__} that "
                 f"could be converted: expected a pattern of the names of linear layers or modules "
                 f"above them; names of such weights end in {ends_of(weights)}"
+                f"{meant_by(pattern, list(weights))}"
             )
         for weight in matches:
             skipped.setdefault(weight, pattern)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
-from ..model.names import check_patterns, ends_of, matching
+from ..model.names import check_patterns, ends_of, matching, meant_by
 from ..text_table import Report, Table, collapse, pattern
 
 FP8 = "FP8"
@@ -141,7 +141,7 @@ class AuditReport(Report):
             raise ValueError(
                 f"except_for pattern {unknown[0]!r} matches no module that ran a matmul: expected "
                 f"a pattern of the names in this report or of modules above them; these names end "
-                f"in {ends_of(names)}"
+                f"in {ends_of(names)}{meant_by(unknown[0], list(dict.fromkeys(names)))}"
             )
         counted = [entry for entry in self.entries if not matching(entry.module, patterns)]
         hidden = [x for x in self.hidden if x.weight and not matching(x.module, patterns)]

@@ -102,6 +102,9 @@ COMPLAINTS: list[dict[str, Any]] = [
     {"skip": [nn.Linear(64, 50)]},
     {"skip": ["*.up", "model.heads"]},
     {"skip": ["*.embed"]},
+    {"skip": ["down"]},
+    {"skip": [".*head"]},
+    {"skip": ["head"]},
     {"stacks": [("*.a", ["up"])]},
     {"stacks": {"a": "up"}},
     {"stacks": {"a": [1]}},
@@ -135,6 +138,15 @@ ValueError: skip pattern 'model.heads' matches no weight of this ModuleDict that
 ValueError: skip pattern '*.embed' matches no weight of this ModuleDict that could be converted:
   expected a pattern of the names of linear layers or modules above them; names of such weights
   end in up, down, lm_head, w2_EDF
+ValueError: skip pattern 'down' matches no weight of this ModuleDict that could be converted:
+  expected a pattern of the names of linear layers or modules above them; names of such weights
+  end in up, down, lm_head, w2_EDF; a pattern matches whole names: '*.down' matches 2 of 6
+ValueError: skip pattern '.*head' matches no weight of this ModuleDict that could be converted:
+  expected a pattern of the names of linear layers or modules above them; names of such weights
+  end in up, down, lm_head, w2_EDF; a pattern matches whole names: '*head' matches 1 of 6
+ValueError: skip pattern 'head' matches no weight of this ModuleDict that could be converted:
+  expected a pattern of the names of linear layers or modules above them; names of such weights
+  end in up, down, lm_head, w2_EDF; a pattern matches whole names: '*head*' matches 1 of 6
 TypeError: stacks=[('*.a', ['up'])] is a list: expected patterns of module names with the names
   of their stacks, e.g. {'*.experts': ['w1', 'w2']}
 TypeError: stacks has 'a': 'up': expected a pattern with a list of the names of stacks, e.g.

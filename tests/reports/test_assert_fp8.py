@@ -411,6 +411,8 @@ def test_patterns_must_match_a_module_of_the_report() -> None:
             "except_for pattern 'palin' matches no module that ran a matmul: expected a pattern of "
             "the names in this report or of modules above them; these names end in lin, (model)"
         )
+    with pytest.raises(ValueError, match=r"whole names: '\*in\*' matches 1 of 2$"):
+        report.assert_fp8(["in"])
     report.assert_fp8(["(model)"])  # a name that the message lists
 
 
