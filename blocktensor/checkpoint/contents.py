@@ -13,6 +13,11 @@ from .on_disk import CONFIG, INDEX, SCALE_SUFFIX, SINGLE, CheckpointError, read_
 _SCALES = ("F32", "BF16", "F16", "F8_E8M0")
 """Dtypes of stored scales, all of which convert to fp32 exactly."""
 
+_NO_FOLDER = (
+    ": expected the path of a folder; huggingface_hub.snapshot_download(name) returns the folder "
+    "of a model on the hub"
+)
+
 
 class Entry(NamedTuple):
     """A stored tensor as the header of its file describes it."""
@@ -42,7 +47,10 @@ def entries_of(folder: Path) -> dict[str, Entry]:
         check_blocks(read_json(folder / CONFIG), folder / CONFIG)
     if not os.path.lexists(folder / INDEX):
         if not os.path.lexists(folder / SINGLE):
-            raise CheckpointError(f"{folder}: no checkpoint: neither {INDEX} nor {SINGLE} is there")
+            hint = "" if os.path.isdir(folder) else _NO_FOLDER
+            raise CheckpointError(
+                f"{folder}: no checkpoint: neither {INDEX} nor {SINGLE} is there{hint}"
+            )
         return _header(folder / SINGLE)
     places = _index(folder / INDEX)
     entries: dict[str, Entry] = {}

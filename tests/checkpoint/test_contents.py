@@ -94,8 +94,11 @@ def test_folders_that_are_no_checkpoint(folder: Path, tmp_path: Path) -> None:
     for name in (INDEX, "config.json"):
         (tmp_path / "links" / name).symlink_to("gone")
     (tmp_path / "folder" / SINGLE).mkdir(parents=True)
+    (tmp_path / "empty").mkdir()
     for path, message in (
         (tmp_path / "nowhere", "no checkpoint: neither"),
+        ("deepseek-ai/DeepSeek-V3", r"the path of a folder; .*snapshot_download"),
+        (tmp_path / "empty", f"nor {SINGLE} is there$"),
         (tmp_path / ("x" * 5000), "no checkpoint: neither"),
         (tmp_path / "nul\0", "no checkpoint: neither"),
         (folder / FIRST, "no checkpoint: neither"),
