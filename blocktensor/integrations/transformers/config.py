@@ -13,7 +13,7 @@ from ...conversion.report import MinSizes
 from ...model.names import check_patterns
 from ...ops import checks
 from ...patches import FP8_LOADING, GIVEN_CONFIG
-from ...recipe import DEFAULT_RECIPE, Recipe
+from ...recipe import DEFAULT_RECIPE, Recipe, Scales
 
 METHOD = "blocktensor"
 """The name of the quantization method in transformers."""
@@ -77,6 +77,20 @@ class BlockwiseFP8Config(QuantizationConfigMixin):  # type: ignore[misc,unused-i
             )
         for name in ("frozen", "fuse", "convert_head"):
             checks.flag(getattr(self, name), name)
+
+    @classmethod
+    def from_dict(
+        cls, config_dict: Mapping[str, Any], return_unused_kwargs: bool = False, **kwargs: Any
+    ) -> Any:
+        """Return the config whose :meth:`to_dict` returned ``config_dict``, from JSON too."""
+        entries = dict(config_dict)
+        if isinstance(recipe := entries.get("recipe"), Mapping):
+            scale = recipe.get("scale")
+            scales = {"scale": Scales(**scale)} if isinstance(scale, Mapping) else {}
+            entries["recipe"] = Recipe(**{**recipe, **scales})
+        if isinstance(sizes := entries.get("skip_small"), Mapping):
+            entries["skip_small"] = MinSizes(**sizes)
+        return super().from_dict(entries, return_unused_kwargs, **kwargs)
 
     def to_dict(self) -> dict[str, Any]:
         """Return all entries, of the types of JSON, with ``quant_method``."""

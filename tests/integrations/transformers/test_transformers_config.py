@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from expecttest import assert_expected_inline
+from transformers.quantizers.auto import AutoQuantizationConfig
 
 from blocktensor import MinSizes, Recipe, Scales
 from blocktensor.integrations.transformers import BlockwiseFP8Config
@@ -33,6 +34,8 @@ def test_it_goes_there_and_back(options: dict[str, Any]) -> None:
     there = json.loads(config.to_json_string())  # which its repr shows
     assert there == config.to_dict()
     assert there["quant_method"] == "blocktensor"
+    assert BlockwiseFP8Config.from_dict(there) == config
+    assert AutoQuantizationConfig.from_dict(there) == config
     assert pickle.loads(pickle.dumps(config)) == config == copy.deepcopy(config)
 
 
@@ -56,6 +59,7 @@ def test_collections_of_other_types() -> None:
     assert json.loads(config.to_json_string()) == config.to_dict()
     config = BlockwiseFP8Config(recipe=Recipe(scale=Scales(weights="power_of_two")))
     stored = json.loads(config.to_json_string())
+    assert BlockwiseFP8Config.from_dict(stored) == config
     assert stored["recipe"]["scale"] == {
         "activations": "fp32",
         "gradients": "fp32",
