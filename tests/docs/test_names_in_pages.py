@@ -31,7 +31,8 @@ FOREIGN_MODULES = ("cp.", "deepspeed.", "gl.", "griddepcontrol.", "te.", "torch.
 FOREIGN = {
     "torch": """AccumulateGrad DataParallel ScheduleDualPipeV ScheduleGPipe ScheduleInterleaved1F1B
         ScheduleInterleavedZeroBubble ScheduleLoopedBFS ScheduleZBVZeroBubble Library.define
-        ZeroRedundancyOptimizer _broadcast_coalesced cudaStreamSynchronize""",
+        TransformerEncoder ZeroRedundancyOptimizer _broadcast_coalesced cudaStreamSynchronize
+        src_key_padding_mask""",
     "torchao": """Float8ColwiseParallel Float8LinearConverter Float8RowwiseParallel
         Float8TrainingOpConfig PrepareFloat8ModuleInput _auto_filter_for_recipe pad_inner_dim
         precompute_float8_dynamic_scale_for_fsdp quantize_ roofline_utils.py""",
@@ -50,7 +51,7 @@ FOREIGN = {
     "transformers, peft": """DistributedConfig ParamWrapper autocast_adapter_dtype
         base_model_ep_plan config.json disable_adapter
         enable_expert_parallel gate_up_proj_scale_inv label_smoothing_factor load_in_4bit
-        tie_weights weight_scale""",
+        shared_expert_gate tie_weights weight_scale""",
     "rollout engines": """--update-weight-buffer-size HTTPVLLMWeightSyncClient NCCLTrainerInitInfo
         VLLMClient WeightSource engine_model gemm_fp8_fp8_bf16_nt get_per_tensor_param init_info
         per_token_group_quant_8bit quant_weights quant_weights_by_name scale_ue8m0
