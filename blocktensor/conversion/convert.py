@@ -127,7 +127,7 @@ def convert(
             weights that are FP8 already.
         filter: ``filter(module, name) -> bool``; False skips a linear layer or a stack. For a
             stack, ``name`` is the name of the parameter.
-        skip: shell-style patterns of module names, e.g. ``["*.router", "vision_tower"]``. The
+        skip: shell-style patterns of module names, e.g. ``["*.router", "*.vision_tower"]``. The
             modules of these names and all below them are skipped; ``"*.down_proj"`` is also the
             name of a stack.
         skip_small: skip weights that are too small to be faster in FP8: True for the measured
