@@ -241,7 +241,7 @@ def _is_frozen(model: nn.Module) -> bool:
         raise NotImplementedError(
             f"some parameters train and others do not ({frozen!r}): plan counts models that train "
             f"as a whole, or, with lora=rank, adapters of a frozen one; pass the model without "
-            f"adapters"
+            f"adapters, or count all as trained (model.requires_grad_(True))"
         )
     return not train.pop()
 

@@ -59,6 +59,12 @@ def model_of(source: Any, sizes: Mapping[str, Any] | None = None) -> tuple[str, 
         )
     config.quantization_config = None
     del config.quantization_config  # of an FP8 checkpoint, whose layers are not nn.Linear
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(
+            f"{type(config).__name__} describes an encoder and a decoder. transformers builds a "
+            f"causal language model of the decoder alone: pass a module on the meta device, for "
+            f"example of AutoModelForSeq2SeqLM.from_config(config)"
+        )
     library = _transformers()
     what = f"build a causal language model from this {type(config).__name__}"
     with _by_transformers(what), torch.device("meta"):
