@@ -305,12 +305,12 @@ def computed_weights(out: Any, args: Sequence[Any]) -> Any:
     gradients only a layer computes weights, in an evaluation or in an autograd function; optimizers
     and averages compute plain values.
     """
-    if not (torch.is_grad_enabled() or layer_runs()):
+    is_recorded = torch.is_grad_enabled()
+    if not (is_recorded or layer_runs()):
         return out
     tensors = [x for x in torch.utils._pytree.tree_leaves(args) if isinstance(x, Tensor)]
     weights = [x for x in tensors if isinstance(x, BlockwiseFP8Weight)]
-    is_value = torch.is_grad_enabled() and not any(x.requires_grad for x in tensors)
-    if not weights or is_value:
+    if not weights or (is_recorded and not any(x.requires_grad for x in tensors)):
         return out
     # a list: symbolic sizes have no hash
     shapes, recipe = [x.shape for x in weights], weights[0].recipe
