@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from ..ops.runtime.specialize import PLAIN
 from .base import MasterBase
@@ -35,7 +36,7 @@ def is_arithmetic(factors: Sequence[Tensor]) -> bool:
         is_recorded = torch.is_grad_enabled() and any(x.requires_grad for x in factors)
         if is_recorded and not all(_is_detached(x) for x in weights):
             return False
-    return len(weights) == len(factors) or not (layer_runs() or in_torch_func())
+    return len(weights) == len(factors) or not (is_compiling() or layer_runs() or in_torch_func())
 
 
 def _is_detached(weight: MasterBase) -> bool:

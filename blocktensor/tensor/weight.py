@@ -23,7 +23,7 @@ from .fp8_tensor import BlockwiseFP8Tensor
 from .late_copy import LateCopy
 from .operand import Operand
 from .refusals import refuse_rebuilding
-from .torch_internals.callers import layer_runs
+from .torch_internals.callers import function_runs_forward
 from .weight_cache import ForwardCast, FP8Cache
 
 WEIGHT_OPS: dict[Any, Callable[..., Any]] = {}
@@ -299,14 +299,13 @@ FP8_TYPES = (BlockwiseFP8Weight, BlockwiseFP8Tensor)
 
 
 def computed_weights(out: Any, args: Sequence[Any]) -> Any:
-    """Make results of ops on a weight weights, if they have its shape.
+    """Make results of autograd ops on a weight weights, if they have its shape.
 
-    So matmuls with ``w + b @ a``, ``w * mask`` or a normalised weight also run in FP8. Without
-    gradients only a layer computes weights, in an evaluation or in an autograd function; optimizers
-    and averages compute plain values.
+    So matmuls with ``w + b @ a``, ``w * mask`` or a normalised weight also run in FP8, and so do
+    those with a weight that an autograd function computes (straight-through rounding).
     """
     is_recorded = torch.is_grad_enabled()
-    if not (is_recorded or layer_runs()):
+    if not (is_recorded or function_runs_forward()):
         return out
     tensors = [x for x in torch.utils._pytree.tree_leaves(args) if isinstance(x, Tensor)]
     weights = [x for x in tensors if isinstance(x, BlockwiseFP8Weight)]

@@ -141,8 +141,6 @@ FP8: dict[str, Way] = {
     "centred": lambda m, x: F.linear(x, m.weight - m.weight.mean(1, keepdim=True)),
     "standardised": lambda m, x: F.linear(x, F.layer_norm(m.weight, (K,))),
     "straight through": lambda m, x: F.linear(x, m.weight + (m.weight.sign() - m.weight).detach()),
-    "no_grad: W + delta": no_grad(lambda m, x: F.linear(x, m.weight + delta())),
-    "no_grad: normalised": no_grad(lambda m, x: F.linear(x, F.normalize(m.weight))),
     "no_grad: straight through": no_grad(lambda m, x: F.linear(x, Rounded.apply(m.weight))),
     "autograd function": lambda m, x: F.linear(x, Rounded.apply(m.weight)),
     "autograd function of a part": lambda m, x: F.linear(x, Rounded.apply(m.weight[:64])),
@@ -246,9 +244,7 @@ DOCUMENTED: dict[str, Way] = {
     "rows by an index": lambda m, x: F.linear(x, m.weight[torch.randperm(N)]),
     "a row": lambda m, x: x @ m.weight[0],
     "no_grad: outside of layers": torch.no_grad()(lambda m, x: x @ m.weight),
-    "no_grad: W + delta, outside of layers": torch.no_grad()(
-        lambda m, x: F.linear(x, m.weight + 1)
-    ),
+    "no_grad: W + delta": no_grad(lambda m, x: F.linear(x, m.weight + 1)),
     "no_grad: of weights alone": no_grad(lambda m, x: m.weight @ m.weight.t()),
     "no_grad: corrcoef": no_grad(lambda m, x: torch.corrcoef(m.weight)),
     "no_grad: cov": no_grad(lambda m, x: torch.cov(m.weight)),

@@ -7,12 +7,16 @@ are in ``overrides/by_caller.py``; others are here and in ``compat/swap_in.py``.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import sys
 from collections.abc import Iterator
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.autograd import Function
 from torch.compiler import is_compiling
 
 APPLY = "torch.nn.modules.module", "_apply"
@@ -79,32 +83,67 @@ def callers() -> Iterator[Caller]:
 _LAYERS = {
     ("torch.nn.modules.module", "_call_impl"): True,
     ("torch.autograd.function", "apply"): True,
+    ("torch.autograd.function", "apply_boxed"): True,
     ("torch.optim.optimizer", "wrapper"): False,
-    ("torch.autograd.graph", "_engine_run_backward"): False,
 }
 """True for functions that call a layer: the forward of a module with its hooks, or a direction of
-an autograd function. False for the step of an optimizer, and for autograd's own formulas."""
+an autograd function. False for the step of an optimizer."""
 
 _NAMES = {name for _, name in _LAYERS}
+
+_FORMULAS = "torch.autograd.graph", "_engine_run_backward"
+"""Runs autograd's own formulas, and the backwards of autograd functions."""
+
+_COMPILERS = {"torch._dynamo.convert_frame", "torch._functorch.aot_autograd"}
 
 
 def layer_runs() -> bool:
     """Return True while a layer runs in this thread: what it multiplies by a weight is its input.
 
-    A layer is a module, an autograd function, or any function named ``forward``. An optimizer or a
-    backward that one of them calls is none. Compilers do not know who calls: while one traces, a
-    layer runs, unless it traces a backward.
+    A layer is a module, an autograd function, or any function named ``forward``. An optimizer that
+    one of them calls is none.
     """
-    compiles = is_compiling()
     for frame in _frames(sys._getframe(1)):
         name = frame.f_code.co_name
         if name == "forward":
             return True
         if name in _NAMES:
-            is_layer = _LAYERS.get((frame.f_globals.get("__name__", ""), name))
+            is_layer = _LAYERS.get(Caller(frame).place)
             if is_layer is not None:
-                return is_layer or (compiles and name == "wrapper")
-    return compiles
+                return is_layer
+    return False
+
+
+def function_runs_forward() -> bool:
+    """Return True in the forward of an autograd function, where torch disables gradients.
+
+    False in a module or an optimizer that such a forward calls. While a compiler traces, functions
+    count that it calls: those further out do not call for the graph alone.
+    """
+    compiles = is_compiling()
+    for frame in _frames(sys._getframe(1)):
+        if frame.f_code.co_name == "forward" and _is_of_function(frame):
+            return True
+        place = Caller(frame).place
+        if place in _LAYERS or place == _FORMULAS or (compiles and place[0] in _COMPILERS):
+            return False
+    return False
+
+
+def _is_of_function(forward: FrameType) -> bool:
+    code = forward.f_code
+    first = forward.f_locals.get(next(iter(code.co_varnames), ""))
+    if isinstance(first, torch._C._FunctionBase):  # the ctx, unless it has a setup_context
+        return True
+    return not isinstance(first, nn.Module) and _is_code_of_function(code)
+
+
+@functools.cache
+def _is_code_of_function(code: CodeType) -> bool:
+    kinds: list[Any] = [Function]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+    return any(getattr(inspect.unwrap(kind.forward), "__code__", None) is code for kind in kinds)
 
 
 _TRANSFORMS = {"torch._functorch.apis", "torch._functorch.eager_transforms"}

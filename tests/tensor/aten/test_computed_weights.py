@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from blocktensor import BlockwiseFP8Weight, functional
@@ -179,6 +179,21 @@ def test_what_an_autograd_function_computes_of_a_weight_is_a_weight(
     assert torch.equal(w.grad, leaf.grad)
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_an_average_that_a_module_computes_without_gradients_is_plain(mode: Any) -> None:
+    """As MoCo updates its keys: an FP8 weight in ``plain.data`` would have no memory."""
+    w, key = linear(256, 256, dtype=torch.float32).weight, randn(256, 256, dtype=torch.float32)
+    wanted = key * 0.9 + plain(w) * 0.1
+
+    class Average(nn.Module):
+        def forward(self) -> None:
+            key.data = key.data * 0.9 + w * 0.1
+
+    with mode():
+        Average()()
+    assert torch.equal(key, wanted)
+
+
 def test_a_gradient_that_autograd_computes_of_a_weight_is_plain() -> None:
     """A forward that calls backward (Lightning's ``training_step``) does not compute it."""
     w, d = linear(256, 256, dtype=torch.float32).weight, randn(256, 256, dtype=torch.float32)
@@ -191,6 +206,47 @@ def test_a_gradient_that_autograd_computes_of_a_weight_is_plain() -> None:
     forward(w), forward(leaf)
     assert torch.equal(w.grad, leaf.grad)
     assert [type(x) for x in (w.grad, *of_hook)] == [Tensor, Tensor]
+
+
+class Product(torch.autograd.Function):
+    """An elementwise product, whose gradients are products of gradients and factors."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(a, b)
+        return a * b
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        a, b = ctx.saved_tensors
+        return grads[0] * b.tanh(), grads[0] * a
+
+
+class Matmul(torch.autograd.Function):
+    """A matmul of plain tensors, whose backward multiplies by the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(a, b)
+        return a @ b
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        a, b = ctx.saved_tensors
+        return grads[0] @ b.t(), a.t() @ grads[0]
+
+
+def test_a_gradient_that_an_autograd_function_computes_of_a_weight_is_plain() -> None:
+    """Or else the matmuls of plain layers whose outputs a weight is multiplied by run in FP8."""
+    w, d = linear(256, 256, dtype=torch.float32).weight, randn(256, 256, dtype=torch.float32)
+    leaf, made = plain(w).requires_grad_(), []
+    for each in (w, leaf):
+        d = d.detach().requires_grad_()
+        y = Product.apply(each, Product.apply(Matmul.apply(d, d), each))
+        made += torch.autograd.grad(y.sum(), [each, d])
+    assert [type(x) for x in made] == [Tensor] * 4
+    assert torch.equal(made[0], made[2])
+    assert torch.equal(made[1], made[3])
 
 
 def test_what_an_optimizer_computes_in_an_autograd_function_is_plain() -> None:
@@ -216,8 +272,44 @@ def test_what_an_optimizer_computes_in_an_autograd_function_is_plain() -> None:
     y = Steps.apply(randn(3, dtype=torch.float32, grad=True))
     y.sum().backward()
     Steps.apply(randn(3))
-    kinds = [BlockwiseFP8Weight, Tensor, BlockwiseFP8Weight]  # forward, its optimizer, backward
+    kinds = [BlockwiseFP8Weight, Tensor, Tensor]  # forward, its optimizer, backward
     assert [type(x) for x in made] == [*kinds, *kinds[:2]]
+
+
+class Momentum(torch.optim.Optimizer):
+    """SGD breaks graphs before its step, this does not."""
+
+    def __init__(self, weights: Any, **defaults: Any) -> None:
+        super().__init__(weights, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for w in self.param_groups[0]["params"]:
+            self.state[w]["momentum_buffer"] = w * 0.5 + w.grad
+            w.add_(self.state[w]["momentum_buffer"], alpha=-0.1)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, Momentum])
+@pytest.mark.parametrize("in_forward", [False, True])
+def test_what_a_compiled_optimizer_computes_is_plain(kind: Any, in_forward: bool) -> None:
+    """SGD keeps ``grad + weight_decay * w`` as its momentum."""
+    made: dict[str, Any] = {}
+    for way in ("eager", "compiled"):
+        torch._dynamo.reset()
+        w = linear(256, 256, dtype=torch.float32).weight
+        optimizer = kind([w], lr=0.1, momentum=0.9, weight_decay=0.1)
+
+        def forward(optimizer: Any = optimizer) -> None:
+            optimizer.step()
+
+        step = forward if in_forward else optimizer.step
+        step = torch.compile(step, backend="aot_eager") if way == "compiled" else step
+        for _ in range(2):
+            w.grad = randn(256, 256, seed=1, dtype=torch.float32)
+            step()
+        made[way] = [optimizer.state[w]["momentum_buffer"], w.detach().master]
+        assert [type(x) for x in made[way]] == [Tensor, Tensor]
+    torch.testing.assert_close(made["eager"], made["compiled"])
 
 
 def test_what_is_computed_without_gradients_or_in_another_shape_is_plain() -> None:
