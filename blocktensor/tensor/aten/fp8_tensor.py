@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._prims_common import canonicalize_dims
 from torch.utils._python_dispatch import transform_subclass
 
 from ...ops import checks
@@ -45,14 +46,15 @@ def _t(func: Any, x: BlockwiseFP8Tensor) -> BlockwiseFP8Tensor:
 @view_of_its_kind
 def _transpose(func: Any, x: BlockwiseFP8Tensor, dim0: int, dim1: int) -> BlockwiseFP8Tensor:
     order = list(range(x.ndim))
-    order[dim0], order[dim1] = order[dim1], order[dim0]
+    first, second = canonicalize_dims(x.ndim, (dim0, dim1))
+    order[first], order[second] = second, first
     return _permuted(x, order, f"transpose({dim0}, {dim1})")
 
 
 @implements(ATEN_OPS, aten.permute.default)
 @view_of_its_kind
 def _permute(func: Any, x: BlockwiseFP8Tensor, dims: list[int]) -> BlockwiseFP8Tensor:
-    return _permuted(x, [d % x.ndim for d in dims], f"permute({dims})")
+    return _permuted(x, list(canonicalize_dims(x.ndim, dims)), f"permute({dims})")
 
 
 def _permuted(x: BlockwiseFP8Tensor, order: list[int], call: str) -> BlockwiseFP8Tensor:

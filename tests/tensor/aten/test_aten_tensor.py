@@ -65,6 +65,13 @@ def test_transposing_a_stack() -> None:
     for bad in (lambda: x.t(), lambda: x.transpose(0, 1), lambda: x.permute(2, 1, 0)):
         with pytest.raises((NotImplementedError, RuntimeError)):
             bad()
+    for outside in (
+        lambda: x.transpose(0, 3),
+        lambda: x.permute(0, 1, 5),
+        lambda: x.permute(-4, 1, 2),
+    ):
+        with pytest.raises(IndexError, match="Dimension out of range"):
+            outside()
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 200), (6, 200), (3, 2, 1, 200), (-1, 200), (1, -1, 200)])
