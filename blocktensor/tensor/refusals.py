@@ -173,7 +173,7 @@ def name_module(error: Exception, operands: Any) -> None:
     is_refused = isinstance(error, NotImplementedError)
     if is_refused and (weights := _weights_of(model, operands)):
         text += f", by {' and '.join(map(repr, weights))}"
-        if isinstance(modules[-1], AveragedModel):
+        if isinstance(inner, AveragedModel):  # its update, not the forward of its copy
             text += f"; {FOR_AVERAGES}"
         elif not getattr(error, "has_remedy", False):
             text += f"; to compute that in high precision, {_unconverted(weights)}"

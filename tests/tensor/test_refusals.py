@@ -175,6 +175,11 @@ def test_an_error_outside_of_modules_is_as_it_was() -> None:
     assert "skip" not in text
 
 
+class Einsum(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("tk,nk->tn", x, self.weight)
+
+
 @pytest.mark.parametrize("multi", [None, get_ema_multi_avg_fn(0.5)])
 def test_an_average_of_frozen_weights_names_a_list_that_serves(multi: Any) -> None:
     model = Linears()
@@ -187,3 +192,11 @@ def test_an_average_of_frozen_weights_names_a_list_that_serves(multi: Any) -> No
     averaged = eval(remedy, {"AveragedModel": AveragedModel, "nn": nn, "model": model})
     for _ in range(2):
         averaged.update_parameters(averaged.module)
+
+
+def test_a_forward_of_an_average_names_its_own_remedy() -> None:
+    model = Einsum(DIM, DIM)
+    convert(model, skip_small=False)
+    text = complaint(NotImplementedError, lambda: AveragedModel(model)(randn(3, DIM)))
+    assert ".high_precision()" in text
+    assert "update_parameters" not in text
