@@ -280,3 +280,24 @@ def test_vmap_over_weights_is_no_arithmetic(off: Any) -> None:
     stack, x = BlockwiseFP8Weight(randn(2, 256, 256)), randn(4, 256)
     with off(), pytest.raises(NotImplementedError, match="a loop in place of vmap"):
         torch.vmap(lambda w: F.linear(x, w))(stack)
+
+
+def test_a_backward_that_gets_a_list_is_a_layer() -> None:
+    """Of torch 2.13 and later: ``boxed_grads_call``."""
+
+    class Boxed(torch.autograd.Function):
+        boxed_grads_call = True
+
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+            ctx.save_for_backward(w)
+            return F.linear(x, w)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            grad = grads[0][0] if isinstance(grads[0], list) else grads[0]
+            return grad @ ctx.saved_tensors[0], None
+
+    w, x, grad = linear(256, 256).weight, randn(4, 256, grad=True), randn(4, 256, seed=1)
+    Boxed.apply(x, w).backward(grad)
+    assert torch.equal(x.grad, F.linear(grad, w.detach().t()))
