@@ -302,6 +302,7 @@ def write(
     """
     results = read_results(folder)
     left = ", ".join(name for name in queue if name not in results)
+    of_queue = ["", f"Runs that are left: {left}."] if left else []
     plots = out.parent / "plots"
     plots.mkdir(parents=True, exist_ok=True)
     found = {model: each for model in MODELS if (each := differences(results, model, variants))}
@@ -338,7 +339,7 @@ def write(
         "`python examples/evidence.py list` shows the runs that are made and those that are left,",
         "`make` makes them, `report` writes this page from their results. The runs of 1.1B",
         "parameters read more text: `kernel_text.py --tokens 100500000`.",
-        *(["", f"Runs that are left: {left}."] if left else []),
+        *of_queue,
         "",
         "## A calm set-up",
         "",

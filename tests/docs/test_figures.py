@@ -31,7 +31,7 @@ def row(name: str, card: str = "h200", **wanted: object) -> Row:
 
 
 def host(kind: str, op: str) -> list[Row]:
-    """The rows of host times of an op, forward and backward, with one number of tokens."""
+    """Return the rows of host times of an op, forward and backward, with one number of tokens."""
     found = rows("host", **{"in": kind})
     begin = f"{op} forward+backward"
     return [x for x in found if x["op"].startswith(begin) and "other rows" not in x["op"]]

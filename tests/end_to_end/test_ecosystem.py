@@ -116,7 +116,7 @@ def test_a_model_in_shared_memory(frozen: bool) -> None:
 
 @pytest.mark.parametrize("of", [lambda w: w, lambda w: w.data, lambda w: w.detach()[128:].t()])
 def test_a_handle_of_a_weight_opens_its_master(of: Callable[[Tensor], Tensor]) -> None:
-    """As trainers send weights to a rollout engine on the same GPU, by CUDA IPC."""
+    """Trainers send weights so to a rollout engine on the same GPU (CUDA IPC)."""
     weight = mlp()[0].weight
     sent = of(weight)
     rebuild, handle = reduce_tensor(sent)

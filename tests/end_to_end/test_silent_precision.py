@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from blocktensor import audit_step
 from blocktensor.reports import AuditReport
 from tests.support.groups import ends
-from tests.support.models import in_a_layer, linear, randn
+from tests.support.models import Rounded, in_a_layer, linear, randn
 
 N = K = 256
 X = randn(6, K, dtype=torch.float32)
@@ -52,19 +52,6 @@ def stacked(m: nn.Linear, x: Tensor) -> Tensor:
 
 def parameters_of(m: nn.Linear) -> dict[str, Tensor]:
     return {name: p.detach() for name, p in m.named_parameters()}
-
-
-class Rounded(torch.autograd.Function):
-    """Straight-through rounding to three values, in several operations."""
-
-    @staticmethod
-    def forward(ctx: Any, w: Tensor) -> Tensor:
-        scale = w.abs().amax(1, keepdim=True)
-        return (w / scale).round() * scale
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0]
 
 
 def no_grad(way: Way, mode: Callable[[], Any] = torch.no_grad) -> Way:

@@ -293,6 +293,19 @@ class Trace(TorchDispatchMode):
         return sum(part in op for op in self.ops)
 
 
+class Rounded(torch.autograd.Function):
+    """Straight-through rounding to three values, in several operations."""
+
+    @staticmethod
+    def forward(ctx: Any, w: Tensor) -> Tensor:
+        scale = w.abs().amax(1, keepdim=True)
+        return (w / scale).round() * scale
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0]
+
+
 class Conv1D(nn.Module):
     """The linear of GPT-2, whose weight is ``[K, N]``; as transformers has it."""
 

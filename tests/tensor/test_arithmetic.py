@@ -283,7 +283,7 @@ def test_vmap_over_weights_is_no_arithmetic(off: Any) -> None:
 
 
 def test_a_backward_that_gets_a_list_is_a_layer() -> None:
-    """Of torch 2.13 and later: ``boxed_grads_call``."""
+    """``boxed_grads_call`` of torch 2.13 and later passes all gradients as one list."""
 
     class Boxed(torch.autograd.Function):
         boxed_grads_call = True

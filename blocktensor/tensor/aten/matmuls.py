@@ -64,7 +64,7 @@ def _refuse_untracked(func: Any, *operands: Tensor) -> None:
     """Refuse a weight in an aten matmul under autograd: its gradient would be in high precision.
 
     So would the gradient of a weight in a DTensor or under functorch, where ``requires_grad`` is
-    False here, and under functorch the grad mode too.
+    False here. Under functorch the grad mode is off here, too.
     """
     if not any(isinstance(x, BlockwiseFP8Weight) for x in operands):
         return

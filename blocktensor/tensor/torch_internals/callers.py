@@ -89,10 +89,10 @@ _LAYERS = {
 """True for functions that call a layer: the forward of a module with its hooks, or a direction of
 an autograd function. False for the step of an optimizer."""
 
-_NAMES = {name for _, name in _LAYERS}
+_NO_FUNCTIONS = {*_LAYERS, ("torch.autograd.graph", "_engine_run_backward")}
+"""Functions that call layers, optimizers, and autograd's own formulas."""
 
-_FORMULAS = "torch.autograd.graph", "_engine_run_backward"
-"""Runs autograd's own formulas, and the backwards of autograd functions."""
+_NAMES = {name for _, name in _NO_FUNCTIONS}
 
 _COMPILERS = {"torch._dynamo.convert_frame", "torch._functorch.aot_autograd"}
 
@@ -117,15 +117,17 @@ def layer_runs() -> bool:
 def function_runs_forward() -> bool:
     """Return True in the forward of an autograd function, where torch disables gradients.
 
-    False in a module or an optimizer that such a forward calls. While a compiler traces, functions
-    count that it calls: those further out do not call for the graph alone.
+    Modules, optimizers and backwards that such a forward calls are not part of it. While a compiler
+    traces, only what the compiler calls counts: other callers of the graph come later.
     """
     compiles = is_compiling()
     for frame in _frames(sys._getframe(1)):
-        if frame.f_code.co_name == "forward" and _is_of_function(frame):
+        name = frame.f_code.co_name
+        if name == "forward" and _is_of_function(frame):
             return True
-        place = Caller(frame).place
-        if place in _LAYERS or place == _FORMULAS or (compiles and place[0] in _COMPILERS):
+        if name in _NAMES and Caller(frame).place in _NO_FUNCTIONS:
+            return False
+        if compiles and Caller(frame).module in _COMPILERS:
             return False
     return False
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from blocktensor import BlockwiseFP8Weight, functional
-from tests.support.models import POWER_OF_TWO, RECIPES, linear, plain, randn
+from tests.support.models import POWER_OF_TWO, RECIPES, Rounded, linear, plain, randn
 
 EVERY = torch.arange(256)
 
@@ -84,19 +84,6 @@ def test_what_autograd_computes_of_a_weight_is_a_weight(compute: Callable[..., T
     assert torch.equal(y, wanted)
     y.square().sum().backward(), wanted.square().sum().backward()
     torch.testing.assert_close(w.grad, leaf.grad)
-
-
-class Rounded(torch.autograd.Function):
-    """Straight-through rounding, in several operations."""
-
-    @staticmethod
-    def forward(ctx: Any, w: Tensor) -> Tensor:
-        scale = w.abs().amax(1, keepdim=True)
-        return (w / scale).round() * scale
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0]
 
 
 class WithSetup(Rounded):
@@ -181,7 +168,7 @@ def test_what_an_autograd_function_computes_of_a_weight_is_a_weight(
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_an_average_that_a_module_computes_without_gradients_is_plain(mode: Any) -> None:
-    """As MoCo updates its keys: an FP8 weight in ``plain.data`` would have no memory."""
+    """MoCo updates its keys so: an FP8 weight in ``plain.data`` would have no memory."""
     w, key = linear(256, 256, dtype=torch.float32).weight, randn(256, 256, dtype=torch.float32)
     wanted = key * 0.9 + plain(w) * 0.1
 
@@ -237,7 +224,7 @@ class Matmul(torch.autograd.Function):
 
 
 def test_a_gradient_that_an_autograd_function_computes_of_a_weight_is_plain() -> None:
-    """Or else the matmuls of plain layers whose outputs a weight is multiplied by run in FP8."""
+    """Matmuls in the backward of plain layers read these gradients, in high precision."""
     w, d = linear(256, 256, dtype=torch.float32).weight, randn(256, 256, dtype=torch.float32)
     leaf, made = plain(w).requires_grad_(), []
     for each in (w, leaf):
